@@ -9,12 +9,7 @@ from ..datasets import DatasetSpec, open_from_spec
 from ..datasets.dataset import CLASS_FOLDERS, UNLABELLED, Dataset
 from ..datasets.sources.folder import FolderSource, is_visible
 from ..engine.heatmap import why_flat
-from ..engine.memory import (
-    MemoryEstimate,
-    estimate_memory,
-    require_fits,
-    switch_pixels,
-)
+from ..engine.memory import MemoryEstimate, estimate_memory, require_fits
 from ..engine.session import Session
 from ..errors import UsageError
 from ..imaging.decode import max_decode_bytes
@@ -81,11 +76,6 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
         report(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in order of name")
     need = estimate_run_memory(session, protocol, info.chunk, dataset, sessions=len(sessions))
     report_memory(need, report, gpu=session.circumstances.on_gpu, verbose=verbose)
-    if is_slower_in_bf16(session, protocol):
-        report(
-            "note: OpenVINO takes longer to prepare each shape of this small net than bf16 saves. Omit --precision and "
-            "--device for fp32, or export the net with --canvas ragged"
-        )
     chunk_evaluator = evaluate_on_ray(cluster, session, model, dataset, info, report) if cluster is not None else None
     return validate(
         sessions,
@@ -125,13 +115,6 @@ def require_outside_images(folder: Path, dataset: Dataset, option: str = "--run"
         raise UsageError(
             f"{option} {folder}: inside {root}, where it would be taken for a class. Choose a folder outside of it"
         )
-
-
-def is_slower_in_bf16(session: Session, protocol: EvaluationProtocol) -> bool:
-    """Return whether views of many shapes run one by one, in bf16, on a net for which changes of shape dominate."""
-    if session.circumstances.precision != "bf16" or session.rules.switch_pixels or protocol.crop is not None:
-        return False
-    return switch_pixels(session.contract, session.placement.device, "bf16") > 0
 
 
 def estimate_run_memory(

@@ -1,12 +1,11 @@
 """Evaluate on the machines of a Ray cluster: an adapter between `validate` and Ray's tasks.
 
 A task evaluates a group of consecutive chunks and returns their results one by one. Ray starts the workers, runs the
-tasks on them and repeats those of lost workers. A worker opens the model file and the dataset by their paths, and must
-verify that they match the driver's before it evaluates anything. Only the driver writes the run folder, chunk by chunk
-and in order, so the run equals that of a single machine.
+tasks on them and repeats those of lost workers. A worker opens the model file and the dataset by their paths, and
+checks that model and versions are the driver's before it evaluates anything. Only the driver writes the run folder,
+chunk by chunk and in order, so the run equals that of a single machine.
 """
 
-import hashlib
 import io
 import logging
 import os
@@ -26,7 +25,7 @@ from typing import Any
 from ..datasets.dataset import Dataset, Sample
 from ..engine.load import open_with_placement
 from ..engine.session import Placement, Session
-from ..errors import DatasetError, EnvironmentFault, PreluNetError, UsageError, install_hint
+from ..errors import EnvironmentFault, PreluNetError, UsageError, install_hint
 from ..imaging.decode import silence_decoders
 from ..json_checks import differences, format_differences
 from .pipeline import ChunkResult, evaluate_chunks
@@ -37,7 +36,6 @@ MAX_GROUP = 8  # chunks per task, see `divide`
 MAX_CHUNKS_AHEAD = 4 * MAX_GROUP  # per worker: chunks that may be started before the oldest one is written
 MAX_ATTEMPTS = 3  # per task
 DEFAULT_CPUS = 4  # per worker, if none are requested and the machines have as many
-PROBE_IMAGES = 8  # images that must be identical on the worker and the driver
 STALL_SECONDS = 30.0  # seconds without a result before a message says what is pending
 
 
@@ -71,7 +69,6 @@ class Job:
     placement: Placement
     dataset: Dataset
     info: RunInfo  # of the driver's run, which must equal that of the worker's session
-    probes: Sequence[tuple[str, str]]  # names of images and the sha256 of their bytes
 
 
 def evaluate_on_ray(
@@ -99,19 +96,13 @@ def evaluate_on_ray(
             count = min(cluster.workers or max_workers, len(chunks))
             report(f"Ray: {count} workers of {cpus} CPUs{' and a GPU' * gpu}")
             shared = replace(dataset, samples=())
-            numbers = sorted({len(chunks) * probe // PROBE_IMAGES for probe in range(PROBE_IMAGES)})  # spread evenly
-            probes = [(file, _digest(shared, file)) for file in (chunks[number][-1].file for number in numbers)]
             placement = replace(session.placement, threads=cpus)
-            job = ray.put(Job(uuid.uuid4().hex, Path.cwd(), model, placement, shared, info, probes))
+            job = ray.put(Job(uuid.uuid4().hex, Path.cwd(), model, placement, shared, info))
             task = ray.remote(num_cpus=cpus, num_gpus=int(gpu), max_retries=MAX_ATTEMPTS - 1)(evaluate_group)
             groups = divide(chunks, count)
             yield from results_in_order(ray, lambda group: task.remote(job, group), groups, count, report)
 
     return evaluate
-
-
-def _digest(dataset: Dataset, file: str) -> str:
-    return hashlib.sha256(dataset.reader.read(file)).hexdigest()
 
 
 def worker_capacity(machines: Sequence[Mapping[str, float]], cpus: int, *, gpu: bool) -> tuple[int, int]:
@@ -220,8 +211,6 @@ def _open_session(job: Job) -> Session:
         here = build_run_info(session, info.model["file"], info.dataset, info.protocol, info.shard, memory=memory)
         if found := differences(info.to_json(), here.to_json(), places=("on the driver", "on this worker")):
             raise EnvironmentFault(f"differs from the driver:\n{format_differences(found)}")
-        if changed := [file for file, digest in job.probes if _digest(job.dataset, file) != digest]:
-            raise DatasetError(f"{job.dataset.location}: {changed[0]} differs from the driver's image")
     except PreluNetError as error:
         fix = "Every machine needs the same versions, and the same model and images at the same paths"
         raise type(error)(f"cannot start: {error}\n{fix}") from error

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prelunet.evaluator.architectures import OpaqueNet, architecture
-from prelunet.evaluator.contract import Canvas, ModelContract
+from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, BatchRules, plan_batches
 from prelunet.evaluator.engine.memory import (
     WORKSPACE_BYTES,
@@ -36,7 +36,6 @@ from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.machine import parse_memory
 from prelunet.evaluator.protocols import build_protocol
-from prelunet.evaluator.validation.evaluate_model import is_slower_in_bf16
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.net.checkpoints import write_checkpoint
 from tests.engine.contracts import build_contract
@@ -136,29 +135,6 @@ def test_without_a_limit_or_with_a_large_one_batches_are_the_usual_ones() -> Non
     assert cpu_rules(A, None, A_FILE) == cpu_rules(A, 64 * G, A_FILE) == BatchRules()
     most = BatchRules(32, 5000, 7_000_000, 123)
     assert fit_rules(A, 64 * G, most) == most
-
-
-@pytest.mark.parametrize(
-    ("net", "canvas", "device", "precision", "protocol", "slower"),
-    [
-        ("demo", "exact", "openvino", "bf16", "multi-scale", True),
-        ("demo", "ragged", "openvino", "bf16", "multi-scale", False),  # they share canvases
-        ("demo", "exact", "openvino", "fp32", "multi-scale", False),
-        ("demo", "exact", "openvino", "bf16", "center", False),  # one shape
-        ("A", "exact", "openvino", "bf16", "multi-scale", False),
-    ],
-)
-def test_a_run_names_fp32_where_bf16_spends_its_time_on_new_shapes(
-    net: str, canvas: Canvas, device: Device, precision: str, protocol: str, slower: bool
-) -> None:
-    contract = replace(build_contract(net), canvas=canvas)
-    session: Any = SimpleNamespace(
-        contract=contract,
-        placement=Placement(device),
-        circumstances=Circumstances("OpenVINO", precision, {}),
-        rules=cpu_rules(contract, None, A_FILE, device=device, precision=precision),
-    )
-    assert is_slower_in_bf16(session, build_protocol(protocol, contract)) is slower
 
 
 def test_small_nets_share_canvases_in_openvino_alone_and_large_nets_and_exact_files_never_on_a_cpu() -> None:
