@@ -205,22 +205,6 @@ def build_protocol(
     return protocol
 
 
-def command_line_options(protocol: EvaluationProtocol, *, by_scales: bool = False) -> list[str]:
-    """Return the command-line options that select a protocol.
-
-    by_scales: name the scales, so that a model with other default scales uses the same ones.
-    """
-    name = "-".join(map(str, (protocol.kind, *protocol.scales))) if by_scales else protocol.name
-    words = ["--protocol", name]
-    if protocol.mirror != (protocol.kind != "center"):
-        words.append("--flip" if protocol.mirror else "--no-flip")
-    if protocol.averaging != "softmax":
-        words += ["--averaging", protocol.averaging]
-    if protocol.weights != ("view" if protocol.kind == "spp-18" else "scale"):
-        words += ["--weights", protocol.weights]
-    return [*words, *(["--exif"] if protocol.apply_exif else [])]
-
-
 def _kind_and_scales(name: str, contract: ModelContract) -> tuple[ProtocolKind, tuple[int, ...]]:
     """Return the kind and the scales that a protocol's name stands for."""
     if match := _NAME_WITH_SCALES.fullmatch(name):

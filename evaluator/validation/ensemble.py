@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from shlex import join
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from ..engine.scores import best_ranks, restrict, shortest_decimal, top_k
 from ..errors import RunFolderError, UsageError
 from ..files import check_not_input
 from ..json_checks import differences, format_differences
-from ..protocols import command_line_options
 from ..terminal import progress
 from .predictions import TOP_CLASSES, Prediction
 from .run import (
@@ -179,8 +177,7 @@ def _comparisons(one: RunInfo, other: RunInfo) -> Iterable[tuple[str, tuple[dict
 
     Names of datasets, protocols and classes may differ, but not their contents.
     """
-    protocol_options = join(command_line_options(one.protocol, by_scales=True))
-    fix = f"Validate {other.model['file']} again, with its own options and: {protocol_options}"
+    fix = f"Validate {other.model['file']} again, with the protocol of {one.model['file']}"
     images = [{key: info.dataset[key] for key in ("images", "fingerprint")} for info in (one, other)]
     yield "other images", (images[0], images[1]), "All members need the same images with the same labels"
     classes = [{"classes": [{"wnid": entry.wnid} for entry in info.classes]} for info in (one, other)]

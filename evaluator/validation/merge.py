@@ -5,20 +5,17 @@ undamaged. The merged run is written like any run, so a killed merge leaves an u
 finishes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
-from shlex import join
 
 from ..datasets.dataset import Sample
 from ..errors import RunFolderError
 from ..files import check_not_input
 from ..json_checks import differences, format_differences
-from ..protocols import command_line_options
 from ..terminal import escape_unprintable, progress
 from .run import Run, RunInfo, read_run, read_run_info
-from .run_log import find_dataset
 from .stored_runs import BLOCK, check_scores, log_start, read_rows
 from .writer import DESCRIPTIVE_KEYS, open_run
 
@@ -91,52 +88,21 @@ def _sort_shards(shards: Sequence[Shard]) -> list[Shard]:
                 f"{path}: is shard {_name(again)}, as is {before}; its images would count twice. Pass only one of them"
             )
     path, info = ordered[0]
-    # With more shards than chunks, some shards are empty and need not exist.
     if missing_images := info.dataset["images"] - sum(shard.images for _, shard in ordered):
-        missing = list(islice(_missing(ordered), _SHOWN + 1))
-        names = ", ".join([*(f"{number}/{of}" for number, of in missing[:_SHOWN]), *["..."] * (len(missing) > _SHOWN)])
+        missing = _missing([shard for _, shard in ordered])
+        names = ", ".join([*missing[:_SHOWN], *["..."] * (len(missing) > _SHOWN)])
         raise RunFolderError(
             f"missing: {names}, {missing_images:,} of {info.dataset['images']:,} images. Create each with the command "
-            f"of {path}, but its own number and folder: {_command(path, info, missing[0])}"
+            f"of {path}, but its own number and folder: --shard {missing[0]} --run DIR"
         )
     return ordered
 
 
-def _missing(ordered: Sequence[Shard]) -> Iterator[tuple[int, int]]:
-    """Yield the missing shards that have images. Iterates over chunks, because `of` may be large."""
-    there = {shard.shard for _, shard in ordered}
-    info = ordered[0][1]
-    assert info.shard is not None, "checked before"
-    chunks, of, chunk = -(-info.dataset["images"] // info.chunk), info.shard[1], 0
-    while chunk < chunks:
-        number = -(-(chunk + 1) * of // chunks)  # the first shard that ends after this chunk
-        if (number, of) not in there:
-            yield number, of
-        chunk = number * chunks // of
-
-
-def _command(path: Path, info: RunInfo, shard: tuple[int, int]) -> str:
-    """Return the command for another shard of a run, with the dataset from the log of this one."""
-    spec = find_dataset(path)
-    words = ["prelunet", "validate", "--model", info.model["file"]]
-    words += ["--data", info.dataset["name"] if spec is None else str(spec.path)]
-    if spec is not None:
-        words += ["--labels", str(spec.labels)] if spec.labels is not None else []
-        words += ["--no-labels"] if spec.no_labels else []
-        words += ["--listed-only"] if spec.listed_only else []
-        words += ["--limit", str(spec.limit)] if spec.limit is not None else []
-        words += ["--classes", _listed(info, spec.classes)] if spec.classes else []
-    if info.candidates is not None:
-        words += ["--restrict-classes", _listed(info, [info.classes[index].wnid for index in info.candidates])]
-    words += [*command_line_options(info.protocol), "--shard", "/".join(map(str, shard)), "--run", "DIR"]
-    return join(words)
-
-
-def _listed(info: RunInfo, wnids: Sequence[str]) -> str:
-    """Return classes as --classes reads them: by index if a name contains a comma."""
-    if any("," in wnid for wnid in wnids):
-        return ",".join(str(index) for index, entry in enumerate(info.classes) if entry.wnid in wnids)
-    return ",".join(wnids)
+def _missing(infos: Sequence[RunInfo]) -> list[str]:
+    """Return the names of the missing shards that have images: with more shards than chunks, some are empty."""
+    there, (_, of) = {info.shard for info in infos}, infos[0].shard or (1, 1)
+    others = (replace(infos[0], shard=(number, of)) for number in range(1, of + 1) if (number, of) not in there)
+    return [_name(info) for info in others if info.images]
 
 
 def _name(info: RunInfo) -> str:

@@ -15,13 +15,11 @@ from prelunet.evaluator.protocols import (
     ProtocolOverrides,
     View,
     build_protocol,
-    command_line_options,
     default_protocol_name,
     protocol_from_json,
     supported_protocols,
 )
 from tests.conftest import ExportedNet
-from tests.helpers.fakes import fake_contract
 
 
 def test_default_scales_are_the_papers_at_a_crop_of_224_and_in_proportion_elsewhere() -> None:
@@ -224,35 +222,3 @@ def test_an_invalid_scales_option_is_refused(scales: str, capsys: pytest.Capture
 def test_a_wrong_protocol_cannot_exist(scales: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match=r"scales"):
         EvaluationProtocol("own", "dense", scales, mirror=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("center", ProtocolOverrides()),
-        ("center", ProtocolOverrides(mirror=True, apply_exif=True)),
-        ("ten-crop", ProtocolOverrides(mirror=False)),
-        ("multi-scale", ProtocolOverrides(averaging="logit", weights="view")),
-        ("spp-18", ProtocolOverrides(weights="scale", scales=(31, 44))),
-        ("dense-33", ProtocolOverrides()),
-    ],
-)
-@pytest.mark.parametrize("by_scales", [False, True])
-def test_the_options_of_a_protocol_select_that_protocol(
-    name: str, overrides: ProtocolOverrides, by_scales: bool
-) -> None:
-    contract = fake_contract()
-    protocol = build_protocol(name, contract, overrides)
-    words = command_line_options(protocol, by_scales=by_scales)
-    asked = build_protocol(
-        words[words.index("--protocol") + 1],
-        contract,
-        ProtocolOverrides(
-            mirror=True if "--flip" in words else False if "--no-flip" in words else None,
-            averaging=words[words.index("--averaging") + 1] if "--averaging" in words else None,
-            weights=words[words.index("--weights") + 1] if "--weights" in words else None,
-            apply_exif="--exif" in words,
-        ),
-    )
-    assert replace(asked, name="") == replace(protocol, name="")
-    assert by_scales or asked == protocol
