@@ -14,7 +14,7 @@ from ..datasets.dataset import Sample
 from ..errors import RunFolderError
 from ..files import check_not_input
 from ..json_checks import differences, format_differences
-from ..terminal import escape_unprintable, progress
+from ..terminal import progress
 from .run import Run, RunInfo, read_run, read_run_info
 from .stored_runs import BLOCK, check_scores, log_start, read_rows
 from .writer import DESCRIPTIVE_KEYS, open_run
@@ -41,12 +41,6 @@ def merge(
     samples: list[Sample] = []
     for run in runs:
         check_scores(run)
-        if samples and run.predictions[0].file <= samples[-1].file:
-            raise RunFolderError(
-                f"{run.where}: its first image ({escape_unprintable(run.predictions[0].file)}) should come after the "
-                f"last image of the previous shard ({escape_unprintable(samples[-1].file)}). One of them is damaged: "
-                "repeat that shard with --fresh"
-            )
         samples += [Sample(line.file, line.label, 0, line.also) for line in run.predictions]
     info = replace(shards[0][1], shard=None)
     step = max(BLOCK // info.chunk, 1) * info.chunk  # whole chunks

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, Struct, UnsetType, convert
 
 from ..contract import (
-    CONTROL_CHARACTERS,
     MAX_NAME_LENGTH,
     ClassEntry,
     Provenance,
+    Sha256,
     parse_calibration,
     parse_provenance,
 )
@@ -216,31 +216,22 @@ def require_same_images(one: Run, other: Run) -> None:
 
 _Count = Annotated[int, Meta(ge=1)]
 _Text = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
-_Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class _Part(Struct, forbid_unknown_fields=True):
-    """A part of run.json, as `RunInfo.to_json` writes it, without texts that could control a terminal."""
-
-    def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            value = getattr(self, field)
-            for text in (*value, *value.values()) if isinstance(value, dict) else (value,):
-                if isinstance(text, str) and CONTROL_CHARACTERS.search(text):
-                    raise ValueError(f"{field} should not contain control characters")  # msgspec adds the path
+    """A part of run.json, as `RunInfo.to_json` writes it."""
 
 
 class _Model(_Part):
     file: _Text
-    sha256: _Sha256
+    sha256: Sha256
     architecture: _Text
     activation: _Text
     provenance: Provenance | None = None
-    checkpoint_sha256: _Sha256 | None = None
+    checkpoint_sha256: Sha256 | None = None
     calibration: dict[str, Any] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.calibration is not UNSET:
             parse_calibration(self.calibration)
 
@@ -261,7 +252,7 @@ class _Restriction(_Part):
 
 class _Dataset(_Part):
     name: _Text
-    fingerprint: _Sha256
+    fingerprint: Sha256
     images: _Count
     layout: _Text
     selection: _Text | None

@@ -10,8 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from ..contract import ModelContract
-from ..datasets.dataset import UNLABELLED, Dataset, DatasetSpec, Sample
+from ..datasets.dataset import Dataset, DatasetSpec, Sample
 from ..engine.session import Session
 from ..errors import DatasetError, EnvironmentFault, Interrupted, UsageError
 from ..terminal import progress
@@ -49,7 +48,7 @@ def validate(  # noqa: PLR0913 - one argument per option
     heatmaps: number of mistakes whose heat maps are stored at the end; chunk_evaluator: evaluates the chunks instead of
     these sessions, see `ray_cluster.evaluate_on_ray`; report: receives one sentence on where the run starts. An image
     that cannot be decoded is recorded as refused, with the reason.
-    Raises DatasetError when a label is not a class of the model, RunFolderError when the folder contains anything else,
+    Raises DatasetError when there are no images, RunFolderError when the folder contains anything else,
     Interrupted on Ctrl-C or SIGTERM, EnvironmentFault when the disk is full or the machines of `chunk_evaluator` are
     lost, and ContractError when the model returns NaN.
     """
@@ -60,7 +59,8 @@ def validate(  # noqa: PLR0913 - one argument per option
         return evaluate_chunks(sessions, dataset, info.protocol, chunks, size, threads, timer=timer)
 
     timer = StageTimer()
-    _check_labels(dataset, sessions[0].contract)
+    if not dataset.samples:
+        raise DatasetError(f"{dataset.location}: contains no images, so there is nothing to evaluate")
     (first, end), total = info.span, info.images
     if first == end:
         raise UsageError(
@@ -87,19 +87,6 @@ def validate(  # noqa: PLR0913 - one argument per option
         if heatmaps > 0:
             store_heat_maps(sessions[0], dataset, read_run(folder), heatmaps, writer)
     return read_run(folder)
-
-
-def _check_labels(dataset: Dataset, contract: ModelContract) -> None:
-    """Refuse samples whose true class is not a class of the model: their errors could not be counted."""
-    if not dataset.samples:
-        raise DatasetError(f"{dataset.location}: contains no images, so there is nothing to evaluate")
-    for sample in dataset.samples:
-        known = () if sample.label == UNLABELLED else sample.labels
-        if wrong := [label for label in known if not 0 <= label < len(contract.classes)]:
-            raise DatasetError(
-                f"{dataset.location}: the label of {sample.file} ({wrong[0]}) is not one of the model's "
-                f"{len(contract.classes)} classes. Use a dataset with the model's classes"
-            )
 
 
 @contextmanager

@@ -188,7 +188,6 @@ def test_an_ensemble_averages_all_scores_and_then_takes_these_classes(data: Path
         (("dataset", "restriction", "classes"), [0, 1, 12], "ascending indices"),
         (("dataset", "restriction", "classes"), [0], "length"),
         (("dataset", "restriction", "classes"), [0, True], "int"),
-        (("dataset", "restriction", "name"), "a\x1b[2J", "control characters"),
         (("dataset", "restriction"), None, "restriction"),
         (
             ("dataset", "restriction", "classes"),
