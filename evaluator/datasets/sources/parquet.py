@@ -56,8 +56,7 @@ class ParquetFiles:
     def images(self) -> "tuple[list[str], array[int], ParquetReader]":
         """Return the names, the mean size in bytes of the images in each one's row group, and the reader.
 
-        The files store no size of an image: finding it would mean to read them all.
-        Raises DatasetError for a row without an image, as far as the files count these, and without rows.
+        The files store no size of an image: finding it would mean to read them all. Raises DatasetError without rows.
         """
         names, sizes = list[str](), array("q")
         for path in self.paths:
@@ -65,20 +64,9 @@ class ParquetFiles:
             names += (f"{path.name}/{row:0{len(str(starts[-1]))}}" for row in range(starts[-1]))
             for (start, end), size in zip(pairwise(starts), of_group, strict=True):
                 sizes.extend([size // max(1, end - start)] * (end - start))
-            self._refuse_missing(path)
         if not names:
             raise DatasetError(f"{self.paths[0]}: no rows. Pass files with images")
         return names, sizes, ParquetReader(self.paths[0].parent, self.image_column, self.row_groups)
-
-    def _refuse_missing(self, path: Path) -> None:
-        with _damage(path):
-            file = _open(path)
-            for group, start in enumerate(self.row_groups[path.name].starts[:-1]):
-                statistics = _image_chunk(file, group, self.image_column).statistics
-                if statistics is not None and statistics.has_null_count and statistics.null_count:
-                    blocks = _blocks(file, group, self.image_column)
-                    missing = [is_missing for images in blocks for is_missing in images.is_null().to_pylist()]
-                    raise _no_image(path, start + missing.index(True))
 
 
 def open_parquet(paths: Sequence[Path], *, complete: bool) -> ParquetFiles:
