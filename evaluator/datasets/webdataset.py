@@ -17,7 +17,7 @@ from .sources.archive import ArchiveSource, open_archive
 from .sources.archive_index import ArchiveIndex
 from .sources.base import format_names, join
 
-_SUFFIXES = {".cls": 64 * 1024, ".json": 1024**2}  # suffix → maximum size in bytes
+_SUFFIXES = (".cls", ".json")
 
 
 def is_shard(source: ArchiveSource, subfolder: str = "") -> bool:
@@ -139,7 +139,7 @@ def read_labels(source: ArchiveSource, subfolder: str) -> tuple[list[str], dict[
     for key in keys:
         file = key + suffix
         place = f"{source.path}: {file}"
-        data = source.read(join(subfolder, file), _SUFFIXES[suffix])
+        data = source.read(join(subfolder, file))
         try:
             label = data.decode().strip() if suffix == ".cls" else require_object(parse_json(data), "it").get("label")
             if type(label) not in {int, str}:

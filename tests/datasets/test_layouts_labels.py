@@ -231,7 +231,7 @@ def test_devkit_ids_go_through_the_devkits_own_order(flat: Path, tmp_path: Path)
     assert wrong > 25, "or the order would not matter here"
 
 
-def test_devkit_without_a_mapping_is_refused_and_sorted_wnids_are_none(flat: Path, tmp_path: Path) -> None:
+def test_devkit_without_a_mapping_or_with_two_is_refused(flat: Path, tmp_path: Path) -> None:
     devkit = write_devkit(tmp_path / "kit")
     (devkit / "data" / "meta.mat").unlink()
     message = refusal(flat, devkit)
@@ -239,14 +239,10 @@ def test_devkit_without_a_mapping_is_refused_and_sorted_wnids_are_none(flat: Pat
         "no meta.mat to map devkit ids to wnids, and no text file (synsets.txt, map_clsloc.txt, wnids.txt)" in message
     )
     listed(devkit / "data", WNIDS, "synsets.txt")  # like Caffe's synsets.txt, which is in the order of class indices
-    assert "lists wnids in sorted order, which is the order of class indices, not of devkit ids" in refusal(
-        flat, devkit
-    )
+    assert "synsets.txt: line 1 should be `id wnid`" in refusal(flat, devkit)
     listed(devkit / "data", [f"{wnid} {DEVKIT[i]} {NAMES[i]}" for i, wnid in enumerate(WNIDS)], "map_clsloc.txt")
     assert "map_clsloc.txt could both map devkit ids to wnids" in refusal(flat, devkit)
     (devkit / "data" / "synsets.txt").unlink()
-    assert [sample.label for sample in opened(flat, devkit).samples] == list(LABELS.values())
-    listed(devkit / "data", sorted(WNIDS, key=lambda wnid: DEVKIT[WNIDS.index(wnid)]), "map_clsloc.txt")
     assert [sample.label for sample in opened(flat, devkit).samples] == list(LABELS.values())
 
 

@@ -80,21 +80,10 @@ class ClassList:
             return {word: self.by_wnid[word] for word in words}, "wnids"
         # Numbers are names if every one of them is a name. Next to wnids that are numbers, they are damaged wnids.
         named = all(_normalized(word) in self.by_name for word in words) or any(word in self.by_wnid for word in words)
-        odd = [word for word in words if not NUMBER.fullmatch(word)]
-        if not named and not odd:
+        if not named and all(map(NUMBER.fullmatch, words)):
             index = self._indices(words, by_position=by_position, chosen=chosen)
             span = f"{min(index.values())} to {max(index.values())}"
             return index, f"class indices, counted from 0 (found {span})"
-        numbers = len(words) - len(odd)
-        if (
-            not named
-            and numbers > len(odd)
-            and not any(self.contains(word) for word in words if NUMBER.fullmatch(word))
-        ):
-            raise DatasetError(
-                f"{words[odd[0]]}: {odd[0]!a:.80} is not an integer, but the {numbers} others are class indices. Use "
-                "labels of one kind: class indices or wnids"
-            )
         kind = _IMAGENET_WNIDS if any(map(self._is_imagenet_wnid, words)) else "class names"
         return {word: self._index_by_name(word, place) for word, place in words.items()}, kind
 

@@ -2,10 +2,9 @@
 
 import csv
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -50,11 +49,6 @@ def labels_of_list(
     for entry in entries:
         words.setdefault(entry.label, f"{file.path}: line {entry.line}")
     by_position = not entries[0].name
-    if len(entries) > len(classes.wnids) and list(words) == [str(number + 1) for number in range(len(entries))]:
-        raise DatasetError(
-            f"{file.path}: line i has the label i, so these are the numbers of the images, as in ILSVRC's "
-            "ImageSets/CLS-LOC, not their classes. Pass their labels, such as LOC_val_solution.csv, with --labels FILE"
-        )
     index, kind = classes.resolve_labels(words, by_position=by_position)
     remarks = [f"labels from {file.path}, read as {kind}{columns}"]
     if by_position:
@@ -62,8 +56,6 @@ def labels_of_list(
         remarks.append(f"{file.path} contains no image names: line i is the label of the i-th name in sorted order")
         return [index[entry.label] for entry in entries], remarks
     key = _key_of_names(entries, images, subfolder, file.path)
-    if key.composed:
-        remarks.append(f"{file.path}: names are compared in Unicode form NFC, because accents are encoded differently")
     positions = _match(entries, images, key, file.path, listed_only=listed_only)
     missing, unlisted = len(entries) - sum(place >= 0 for place in positions), positions.count(-1)
     if missing or unlisted:
@@ -128,9 +120,7 @@ def _read_table(lines: list[str], filled: str, path: Path) -> tuple[list[LabelEn
             columns = _header(row, f"{path}: line {line}")
             if columns is not None:
                 head, label_head = (row[column].strip() for column in columns)
-                counts = [word.strip() for word in row if word.strip().casefold() == _ROW_NUMBER]
-                aside = "".join(f"; {word!r} counts the rows" for word in counts[:1] if word != label_head)
-                width, columns_note = len(row), f" (columns {head!r} and {label_head!r}{aside})"
+                width, columns_note = len(row), f" (columns {head!r} and {label_head!r})"
                 continue
             # With a box: as in Tiny-ImageNet's annotations.
             boxed = len(row) == 1 + _BOX and WNID.fullmatch(row[1]) and all(map(str.isdigit, row[2:]))
@@ -143,9 +133,6 @@ def _read_table(lines: list[str], filled: str, path: Path) -> tuple[list[LabelEn
             )
         word = _word(label, path, line)
         entries.append(LabelEntry(line, name, words.setdefault(word, word)))
-    with_suffix = [entry.name.lower().endswith(SUFFIXES) for entry in entries]
-    if len(entries) > 1 and not columns_note and not with_suffix[0] and all(with_suffix[1:]):
-        raise _unknown_header(f"{path}: line {entries[0].line}", [entries[0].name, entries[0].label])
     if not entries:
         raise DatasetError(f"{path}: contains only a header. Use a list with a line `name,label` for each image")
     return entries, columns_note
@@ -277,8 +264,7 @@ def _match(
     position_of = {key(name): position for position, name in enumerate(images)}
     if len(position_of) < len(images):
         twice = next(name for name, count in Counter(map(key, images)).items() if count > 1)
-        fix = "Rename one: they differ only in how accents are encoded" if key.composed else "Name them with folders"
-        raise DatasetError(f"{path}: several images match the name {format_names([twice])}. {fix}")
+        raise DatasetError(f"{path}: several images match the name {format_names([twice])}. Name them with folders")
     entry_of = [-1] * len(images)
     for number, entry in enumerate(entries):
         position = position_of.get(key(entry.name))
@@ -315,19 +301,15 @@ def _by_number(name: str) -> list[str | tuple[int, str]]:
 class _Key:
     """How names are compared.
 
-    under: folder to remove from the start; base: ignore folders; stem: ignore the image suffix; composed: normalize
-    accents to NFC.
+    under: folder to remove from the start; base: ignore folders; stem: ignore the image suffix.
     """
 
     under: str = ""
     base: bool = False
     stem: bool = False
-    composed: bool = False
 
     def __call__(self, name: str) -> str:
         name = name.replace("\\", "/").removeprefix("./").removeprefix(self.under)
-        if self.composed:
-            name = unicodedata.normalize("NFC", name)
         if self.base:
             name = name.rpartition("/")[2]
         if self.stem:
@@ -338,21 +320,13 @@ class _Key:
 
 
 def _key_of_names(entries: list[LabelEntry], images: Sequence[str], subfolder: str, path: Path) -> _Key:
-    """Choose the strictest comparison under which at least one entry matches an image.
-
-    Some file systems return decomposed accents. If only that keeps names apart, names are compared in form NFC.
-    """
+    """Choose the strictest comparison under which at least one entry matches an image."""
     listed = [entry.name for entry in entries]
     with_folders = [("", False), (f"{subfolder}/", False)] if subfolder else [("", False)]
-    for composed in (False, True):
-        for (under, base), stem in product([*with_folders, ("", True)], (False, True)):
-            key = _Key(under, base, stem, composed)
-            image_keys = {key(name) for name in images}
-            if any(key(name) in image_keys for name in listed):
-                unmatched = [name for name in listed if key(name) not in image_keys]
-                nfc_key = replace(key, composed=True)
-                composing_helps = unmatched and {nfc_key(name) for name in images} & set(map(nfc_key, unmatched))
-                return nfc_key if composing_helps else key
+    for (under, base), stem in product([*with_folders, ("", True)], (False, True)):
+        key = _Key(under, base, stem)
+        if not set(map(key, images)).isdisjoint(map(key, listed)):
+            return key
     raise DatasetError(
         f"{path}: names none of the {len(images):,} images (it lists {format_names(listed)}; the images are "
         f"{format_names(images)}). Pass the list for these images with --labels FILE"

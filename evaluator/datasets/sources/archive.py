@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from ...errors import DatasetError, PreluNetError
 from .archive_index import ArchiveIndex, ArchiveMember
-from .base import LABEL_SUFFIXES, suffix_of, too_large
+from .base import LABEL_SUFFIXES, suffix_of
 from .decompress import UNPACKED_SUFFIX, compression_of, ensure_unpacked
 from .folder import is_image_name, is_visible, reading_error
 
@@ -65,11 +65,8 @@ class ArchiveSource:
         table = self.labels.subtree(subfolder)
         return {name: size for name, size in zip(table.names, table.sizes, strict=True) if "/" not in name}
 
-    def read(self, name: str, limit: int) -> bytes:
-        """Return the bytes of one of these files, by its path from the top. Raises DatasetError above `limit` bytes."""
-        member = self.labels.find(name)
-        if member is not None and member.size > limit:
-            raise too_large(f"{self.path}: {name}", limit)
+    def read(self, name: str) -> bytes:
+        """Return the bytes of one of these files, by its path from the top."""
         return ArchiveReader((self.path,), self.labels).read(name)
 
     def _subtree(self, subfolder: str) -> ArchiveIndex:

@@ -15,7 +15,6 @@ from ..dataset import Reader
 LABEL_SUFFIXES = (".txt", ".csv", ".mat", ".cls", ".json", ".jsonl")
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 TAR, PARQUET = ".tar", ".parquet"  # files of these contain images and their labels
-MAX_LIST_BYTES = 256 * 1024**2  # bytes; a list of ImageNet's 1.3 million training images has 60 MB
 _LONGEST_SUFFIX = 12  # characters
 _LONGEST_NAME = 80  # characters of a name in a message
 
@@ -43,8 +42,8 @@ class Source(Protocol):
         """Return name → size in bytes of the shards and possible label files directly in a folder."""
         ...
 
-    def read(self, name: str, limit: int) -> bytes:
-        """Return the bytes of one of these files, by its path from the top. Raises DatasetError above `limit` bytes."""
+    def read(self, name: str) -> bytes:
+        """Return the bytes of one of these files, by its path from the top."""
         ...
 
 
@@ -57,9 +56,9 @@ class LabelFile:
     name: str
     path: Path  # of the file itself, or its path if the archive were a folder
 
-    def data(self, limit: int = MAX_LIST_BYTES) -> bytes:
-        """Return the content. Raises DatasetError when it cannot be read or has more than `limit` bytes."""
-        return self.source.read(join(self.subfolder, self.name), limit)
+    def data(self) -> bytes:
+        """Return the content. Raises DatasetError when it cannot be read."""
+        return self.source.read(join(self.subfolder, self.name))
 
     @property
     def text(self) -> str:
@@ -91,11 +90,6 @@ def join(subfolder: str, name: str) -> str:
 
 def describe_place(path: Path, subfolder: str) -> str:
     return f"{path}/{subfolder}" if subfolder else str(path)
-
-
-def too_large(place: str, limit: int) -> DatasetError:
-    """Return the error for a file that is too large to be a list of labels, or one label."""
-    return DatasetError(f"{place}: more than {limit:,} bytes, too large for labels. Use the right file")
 
 
 def format_names(names: Sequence[str]) -> str:

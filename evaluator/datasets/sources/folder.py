@@ -11,7 +11,7 @@ from pathlib import Path
 from ...errors import DatasetError, PreluNetError, from_os_error
 from ...files import open_regular
 from ...imaging.decode import BEGINNING, SUFFIXES, begins_like_an_image
-from .base import LABEL_SUFFIXES, PARQUET, TAR, LabelFile, format_names, suffix_of, too_large
+from .base import LABEL_SUFFIXES, PARQUET, TAR, LabelFile, format_names, suffix_of
 
 # Of macOS's archiver, of Synology (thumbnails), of ext4 and of Windows.
 _OF_SYSTEMS = {"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
@@ -121,20 +121,14 @@ class FolderSource:
         except OSError as error:
             raise reading_error(error, error.filename or folder) from error
 
-    def read(self, name: str, limit: int | None = None) -> bytes:
-        """Return the bytes of a file, by its path from the top.
-
-        Raises DatasetError when it is missing, cannot be read or has more than `limit` bytes.
-        """
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a file, by its path from the top. Raises DatasetError when it cannot be read."""
         path = self.root / name
         try:
             with open_regular(path) as file:
-                data = file.read(-1 if limit is None else limit + 1)
+                return file.read()
         except OSError as error:
             raise reading_error(error, path) from error
-        if limit is not None and len(data) > limit:
-            raise too_large(str(path), limit)
-        return data
 
 
 def _files(folder: Path, prefix: str, around: frozenset[tuple[int, int]]) -> Iterator[tuple[str, os.DirEntry[str]]]:
