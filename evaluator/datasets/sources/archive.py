@@ -27,8 +27,6 @@ from .folder import is_image_name, is_visible, reading_error
 _ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second is of a zip without members
 _ZIP_LOCAL_HEADER = struct.Struct("<26xHH")  # name and extra field lengths; APPNOTE.TXT, section 4.3.7
 _ENCRYPTED = 0x1  # general purpose bit 0; APPNOTE.TXT, section 4.4.4
-_MAX_DEFLATE_RATIO = 1032  # 258 bytes from two bits; zlib's technical notes
-_TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257  # POSIX.1-2017, pax, "ustar Interchange Format"
 _END_BLOCK = bytes(tarfile.BLOCKSIZE)
 
 
@@ -154,7 +152,7 @@ def open_archive(path: Path) -> ArchiveSource:
 
 def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
     source, size = ArchiveSource(path), os.fstat(file.fileno()).st_size
-    with _open_tar(path, file, size) as archive:
+    with tarfile.open(fileobj=file, mode="r:") as archive:
         for header in _tar_headers(path, archive, size):
             parts = _visible_parts(path, header.name)
             if not parts:
@@ -178,16 +176,6 @@ def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
     return source
 
 
-def _open_tar(path: Path, file: BinaryIO, size: int) -> tarfile.TarFile:
-    try:
-        return tarfile.open(fileobj=file, mode="r:")
-    except tarfile.ReadError as error:
-        file.seek(_TAR_MAGIC_AT)
-        if file.read(len(_TAR_MAGIC)) == _TAR_MAGIC:
-            raise _damaged(path, size if size < tarfile.BLOCKSIZE else 0) from error
-        raise
-
-
 def _tar_headers(path: Path, archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
     """Yield the headers, which are not kept: they take about 1 KB per member."""
     end = 0
@@ -207,7 +195,6 @@ def _tar_headers(path: Path, archive: tarfile.TarFile, size: int) -> Iterator[ta
 
 def _list_zip(path: Path, file: BinaryIO) -> ArchiveSource:
     source = ArchiveSource(path)
-    archive_size = os.fstat(file.fileno()).st_size
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             parts = _visible_parts(path, info.filename)
@@ -216,16 +203,16 @@ def _list_zip(path: Path, file: BinaryIO) -> ArchiveSource:
             if info.is_dir():
                 source.add_folder(parts)
             elif is_image_name(parts[-1]):
-                source.add_image(parts, _zip_member(path, info, archive_size))
+                source.add_image(parts, _zip_member(path, info))
             elif parts[-1].endswith(LABEL_SUFFIXES) and _is_plain(info) and _is_readable(info):
-                source.labels.add("/".join(parts), _zip_member(path, info, archive_size))
+                source.labels.add("/".join(parts), _zip_member(path, info))
             else:
                 source.others[suffix_of(parts[-1])] += 1
     return source
 
 
-def _zip_member(path: Path, info: zipfile.ZipInfo, archive_size: int) -> ArchiveMember:
-    """Return the location of a file in a zip. Raises DatasetError if it is not readable in place or has wrong sizes."""
+def _zip_member(path: Path, info: zipfile.ZipInfo) -> ArchiveMember:
+    """Return the location of a file in a zip. Raises DatasetError if it is not readable in place."""
     if not _is_plain(info):
         raise _not_regular_file(path, info.filename, "zip -r (without --symlinks)")
     if not _is_readable(info):
@@ -233,11 +220,10 @@ def _zip_member(path: Path, info: zipfile.ZipInfo, archive_size: int) -> Archive
             f"{path}: {info.filename} is encrypted, or compressed with a method other than deflate. "
             "Repack the folder with: zip -r"
         )
-    deflated = info.compress_type == zipfile.ZIP_DEFLATED
-    largest = info.compress_size * (_MAX_DEFLATE_RATIO if deflated else 1)
-    if info.header_offset < 0 or info.compress_size > archive_size or info.file_size > largest:
-        raise _damaged(path, max(info.header_offset, 0))
-    return ArchiveMember(info.header_offset, info.compress_size, info.file_size, 1, int(deflated), info.CRC)
+    if info.header_offset < 0:
+        raise _damaged(path, 0)
+    deflated = int(info.compress_type == zipfile.ZIP_DEFLATED)
+    return ArchiveMember(info.header_offset, info.compress_size, info.file_size, 1, deflated, info.CRC)
 
 
 def _is_plain(info: zipfile.ZipInfo) -> bool:
