@@ -15,10 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, convert
+
 from ...contract import ClassEntry
 from ...errors import UsageError, from_os_error
 from ...files import read_regular
-from ...json_checks import parse_json, require_keys, require_list, require_str
+from ...json_checks import parse_json
 from ..sources.base import UTF_16
 
 WNID = re.compile(r"n\d{8}", re.ASCII)  # of ImageNet
@@ -31,6 +33,11 @@ _NUMBERED = (
     re.compile(r"(?P<name>.*\S)\s*[,;\t]\s*(?P<index>\d{1,6})", re.ASCII),
 )
 _NUMBER_AND_NAME = re.compile(r"(?P<index>\d{1,6}) +(?P<name>\S.*)", re.ASCII)  # perhaps only a name, such as 2 euro
+
+
+class _Class(Struct, forbid_unknown_fields=True):
+    wnid: str
+    name: str
 
 
 def read_class_list(path: Path) -> tuple[ClassEntry, ...]:
@@ -138,7 +145,7 @@ def _from_data(data: Any) -> list[tuple[str, str]]:
     if isinstance(data, dict):
         data = next((data[key] for key in _LISTS if isinstance(data.get(key), dict | list)), data)
     if isinstance(data, dict) and data and all(type(value) is int for value in data.values()):
-        data = _by_index([(require_str(name, "a name"), index) for name, index in data.items()])
+        data = _by_index([(str(name), index) for name, index in data.items()])
     elif isinstance(data, dict):
         data = {str(index): value for index, value in data.items()}
         expected = [str(index) for index in range(len(data))]
@@ -146,19 +153,11 @@ def _from_data(data: Any) -> list[tuple[str, str]]:
             raise ValueError(f"class index {missing[0]} of {len(data)} classes is missing")
         data = [data[index] for index in expected]
     pairs = []
-    for index, value in enumerate(require_list(data, "it")):
-        what = f"class {index}"
+    for value in convert(data, list[str | tuple[str, str] | _Class]):
         if isinstance(value, str):
-            wnid, name = "", value
-        elif isinstance(value, dict):
-            entry = require_keys(value, what, {"wnid", "name"})
-            wnid, name = require_str(entry["wnid"], f"wnid of {what}"), require_str(entry["name"], f"name of {what}")
+            pairs.append(("", value))
         else:
-            pair = [require_str(part, what) for part in require_list(value, what)]
-            if len(pair) != 2:
-                raise ValueError(f"{what} should be a name, or a wnid and a name, not {len(pair)} strings")
-            wnid, name = pair
-        pairs.append((wnid, name))
+            pairs.append(value if isinstance(value, tuple) else (value.wnid, value.name))
     return pairs
 
 
