@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ import typer
 from ..errors import UsageError
 from ..reporting.report import error_with_interval
 from ..reporting.statistics import error_percent, wilson_interval
-from ..terminal import echo, report
+from ..terminal import echo, report, table_lines
 from ..validation.ensemble import Ensemble, ErrorCount
 from ..validation.ensemble import ensemble as average_runs
 from .options.shared import report_next_command
@@ -85,17 +85,13 @@ def _table(averaged: Ensemble) -> Iterator[str]:
     )
     if not averaged.cumulative_errors:
         return
-    yield ""
-    yield _row("", "weight", "top-1 error, %", "top-5 error, %")
+    rows: list[Sequence[str]] = [("", "weight", "top-1 error, %", "top-5 error, %")]
     for number, (member, error_count) in enumerate(zip(info.members, averaged.member_errors, strict=True), start=1):
         what = f"model {number}: {member['model']['architecture']}, {member['model']['file']}"
-        yield _row(what, f"{member['weight']:.4f}", *_shown(error_count))
+        rows.append((what, f"{member['weight']:.4f}", *_shown(error_count)))
     for number, error_count in enumerate(averaged.cumulative_errors, start=1):
-        yield _row(f"first {number} together" if number > 1 else "first alone", "", *_shown(error_count))
-
-
-def _row(what: str, weight: str, top1: str, top5: str) -> str:
-    return f"{what:<44.44}  {weight:<6}  {top1:<20}  {top5}"
+        rows.append((f"first {number} together" if number > 1 else "first alone", "", *_shown(error_count)))
+    yield from ("", *table_lines(rows, right_aligned=()))
 
 
 def _shown(error_count: ErrorCount) -> tuple[str, str]:
