@@ -136,7 +136,6 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
             write_atomically(folder / RUN_FILE, (json.dumps(info.to_json(), indent=1) + "\n").encode())
         if fresh:  # the lines last: if killed before this, the folder is still a run
             (folder / PREDICTIONS_FILE).unlink(missing_ok=True)
-        _end_torn_line(folder / LOG_FILE)
         writer = RunWriter(folder, info, _truncate_to_chunk(folder, info, samples))
         try:
             yield writer
@@ -166,17 +165,6 @@ def _require_run_or_empty(folder: Path) -> None:
             f"{folder}: not empty ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and not a run. "
             "Choose an empty or new folder with --run"
         )
-
-
-def _end_torn_line(path: Path) -> None:
-    """Terminate a line that a crash cut off, so that the next one can be read."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        torn = file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
-    if torn:
-        with path.open("ab") as log:
-            log.write(b"\n")
 
 
 def _truncate_to_chunk(folder: Path, info: RunInfo, samples: Sequence[Sample]) -> int:

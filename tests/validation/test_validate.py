@@ -199,16 +199,6 @@ def test_a_chunk_in_parts_gives_the_same_lines_and_scores(
         assert (tmp_path / name).read_bytes() == undisturbed[name]
 
 
-def test_a_torn_line_of_the_log_does_not_swallow_the_next(dataset: Dataset, tmp_path: Path) -> None:
-    with pytest.raises(Interrupted):
-        validated(FailingSession(1, KeyboardInterrupt()), dataset, CENTER, tmp_path)
-    (tmp_path / "log.jsonl").write_text('{"event": "chu')
-    validated(FakeSession(), dataset, CENTER, tmp_path)
-    torn, resumed, *_ = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert torn == '{"event": "chu'
-    assert json.loads(resumed)["event"] == "resume"
-
-
 def test_nan_stops_the_run_and_names_the_file(dataset: Dataset, tmp_path: Path) -> None:
     class Broken(FakeSession):
         def compute(self, staged: Any) -> Outputs:
