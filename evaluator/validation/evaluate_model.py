@@ -12,8 +12,6 @@ from ..engine.heatmap import why_flat
 from ..engine.memory import MemoryEstimate, estimate_memory, require_fits
 from ..engine.session import Session
 from ..errors import UsageError
-from ..imaging.decode import max_decode_bytes
-from ..imaging.decode_memory import decode_semaphore
 from ..machine import format_bytes, machine_memory
 from ..protocols import EvaluationProtocol, ProtocolOverrides
 from .pipeline import decoding_threads
@@ -75,7 +73,7 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
         first, end = info.span
         report(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in order of name")
     need = estimate_run_memory(session, protocol, info.chunk, dataset, sessions=len(sessions))
-    report_memory(need, report, gpu=session.circumstances.on_gpu, verbose=verbose)
+    report_memory(need, report, verbose=verbose)
     chunk_evaluator = evaluate_on_ray(cluster, session, model, dataset, info, report) if cluster is not None else None
     return validate(
         sessions,
@@ -140,17 +138,10 @@ def estimate_run_memory(
     return require_fits(session, protocol, chunk, limit, **workload)
 
 
-def report_memory(
-    need: MemoryEstimate, report: Callable[[str], None], *, gpu: bool = False, verbose: bool = False
-) -> None:
+def report_memory(need: MemoryEstimate, report: Callable[[str], None], *, verbose: bool = False) -> None:
     """Report the estimated peak memory if `verbose`, and a warning if the machine has less."""
     if verbose:
-        decode_capacity = decode_semaphore(gpu=gpu).capacity
         report(f"memory: at most {need}")
-        report(
-            f"memory: an image that needs more than {format_bytes(decode_capacity)} to decode (docs/performance.md) is "
-            f"decoded alone and takes up to {format_bytes(max_decode_bytes() - decode_capacity)} more"
-        )
     if need.total > (available := machine_memory()):
         report(
             f"warning: this machine has only {format_bytes(available)}, too little for images as elongated as the "

@@ -241,10 +241,6 @@ class _Class(_Part):
     name: _Text
 
 
-class _Protocol(_Part, forbid_unknown_fields=False):
-    name: _Text  # `protocol_from_json` checks the other fields
-
-
 class _Restriction(_Part):
     name: _Text
     classes: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=2)]
@@ -279,7 +275,7 @@ class _RunFile(_Part):
     version: _Count
     model: _Model
     classes: Annotated[tuple[_Class, ...], Meta(min_length=1)]
-    protocol: _Protocol
+    protocol: dict[str, Any]  # checked by `protocol_from_json`
     dataset: _Dataset
     circumstances: _Circumstances
     batching: dict[str, int] | None

@@ -33,10 +33,7 @@ def test_the_estimate_of_a_run_within_its_limit_is_printed_if_asked_for(
     report_memory(need, report, verbose=True)
     printed = capsys.readouterr()
     assert printed.out == "", "stdout holds only the result"
-    assert printed.err.splitlines()[0] == f"memory: at most {need}"
-    assert "needs more than 320M to decode" in printed.err.splitlines()[1]
-    report_memory(need, report, gpu=True, verbose=True)
-    assert "needs more than 1.00G to decode" in capsys.readouterr().err
+    assert printed.err == f"memory: at most {need}\n"
 
 
 def test_a_limit_below_the_estimate_is_refused_before_the_run_begins() -> None:
