@@ -226,16 +226,12 @@ def _header(row: list[str], place: str) -> tuple[int, int] | None:
                 )
         return names[0], labels[0]
     if (names or labels) and not any(word.endswith(SUFFIXES) for word in words):
-        raise _unknown_header(place, row)
+        raise DatasetError(
+            f"{place} looks like a header ({format_names(row)}), but does not say which columns hold names and labels. "
+            f"Start the file with a header that uses one of {', '.join(sorted(_NAME_HEADERS))} for names, and one of "
+            f"{', '.join(sorted(_LABEL_HEADERS))} for labels"
+        )
     return None
-
-
-def _unknown_header(place: str, row: list[str]) -> DatasetError:
-    return DatasetError(
-        f"{place} looks like a header ({format_names(row)}), but does not say which columns hold names and labels. "
-        f"Start the file with a header that uses one of {', '.join(sorted(_NAME_HEADERS))} for names, and one of "
-        f"{', '.join(sorted(_LABEL_HEADERS))} for labels"
-    )
 
 
 def _word(label: str, path: Path, line: int) -> str:
