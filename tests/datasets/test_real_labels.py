@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[dict[str, bytes], Any, str]] = {
     "number 0": ({name_of(0): b""}, REAL, "is image 0"),
     "no numbers": ({"a.JPEG": b""}, REAL, "a.JPEG is not named like ILSVRC2012_val_00000293.JPEG"),
     "training images": ({"n00000005_7.JPEG": b""}, REAL, "is not named like ILSVRC2012_val"),
-    "test images": ({"ILSVRC2012_test_00000001.JPEG": b""}, REAL, "is named as a test image. Use the test set without"),
+    "test images": ({"ILSVRC2012_test_00000001.JPEG": b""}, REAL, "is not named like ILSVRC2012_val"),
     "one image twice": (
         {f"{folder}/{name_of(2)}": b"" for folder in WNIDS[:2]},
         REAL,

@@ -40,7 +40,6 @@ def labels_of_devkit(file: LabelFile, images: Sequence[str], classes: ClassList)
                 "Copy the file from the devkit again"
             )
         ids.append(int(text))
-    refuse_test_images(images, file.path, "the ground truth")
     for number, name in enumerate(images, start=1):  # labels are assigned by position
         found = VAL_NAME.fullmatch(name.rpartition("/")[2])
         if found and int(found[1]) != number:
@@ -67,15 +66,6 @@ def labels_of_devkit(file: LabelFile, images: Sequence[str], classes: ClassList)
     index, kind = classes.resolve_labels(places)
     remark = f"labels from {file.path}, ids mapped by {mapping.path}, read as {kind}"
     return [index[wnid_of[devkit_id]] for devkit_id in ids], [remark]
-
-
-def refuse_test_images(images: Sequence[str], path: Path, what: str) -> None:
-    """Refuse images of the test set, which labels of validation images would not fit. what: the labels, in words."""
-    if test := [name for name in images if "_test_" in name.rpartition("/")[2].lower()]:
-        raise DatasetError(
-            f"{path}: {what} of validation images, but {format_names(test[:1])} is named as a test image. "
-            "Use the test set without labels: --no-labels"
-        )
 
 
 def read_devkit_ids(path: Path, wnids: Collection[str] = ()) -> dict[str, int]:

@@ -19,7 +19,7 @@ from ..sources.base import format_names
 from ..sources.folder import label_file
 from .class_file import IMAGENET_1K, read_class_list
 from .class_names import ClassList
-from .imagenet_devkit import VAL_NAME, refuse_test_images
+from .imagenet_devkit import VAL_NAME
 
 IMAGENET_REAL = Path("imagenet-real")  # the name of the built-in labels
 _LISTS = re.compile(rb"\s*\[\s*\[")
@@ -42,7 +42,6 @@ def labels_of_real(path: Path, images: Sequence[str], classes: ClassList) -> tup
     among them, or names of a model without wnids; otherwise the model's own. Raises DatasetError when the file is
     malformed or too short, a name has no number of ILSVRC or that of another name, or the model lacks a class shown.
     """
-    refuse_test_images(images, path, "ReaL's labels")
     lists = _read(path)
     imagenet = [entry.wnid for entry in read_class_list(Path(IMAGENET_1K))]
     published = path == IMAGENET_REAL or bool(classes.by_imagenet_wnid) or classes.by_wnid.keys() <= set(imagenet)
