@@ -33,12 +33,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep the cached statistics of datasets out of the home folder of whoever runs the tests."""
-    os.environ["PRELUNET_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-
-
 @dataclass(frozen=True)
 class ExportedNet:
     """A discriminating checkpoint, its model file, and a CPU session on it."""

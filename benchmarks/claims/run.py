@@ -156,7 +156,7 @@ class Experiment:
         arm = rows.ARMS[net.arm]
         if arm.net == rows.TWO_LAYERS:
             return fisher.measure(data, arm.changes["activation"], net.rate, net.seed)
-        execution = Execution(device="cpu", workers=0, cache=self.runs / "cache")
+        execution = Execution(device="cpu", workers=0)
         recipe = arm.recipe(net.rate, net.seed)
         try:
             errors = train(recipe, data, folder / "net", execution=execution).errors

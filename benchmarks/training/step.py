@@ -31,7 +31,6 @@ from prelunet.evaluator.architectures import Architecture, Pool
 from prelunet.evaluator.machine import cores
 from prelunet.training.data.loader import Batch
 from prelunet.training.data.splits import embedded_dataset_path, open_splits
-from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.trainer import SINGLE_PROCESS, Trainer
 from prelunet.training.recipe import Recipe, read_recipe
 
@@ -51,29 +50,26 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(cores())
     results = []
-    with tempfile.TemporaryDirectory() as cache:  # E and A share the statistics of the images
-        for text in options.case or CASES:
-            name, batch, rounds = text.split(":")
-            recipe = replace(read_recipe(name), batch=int(batch), steps=10**6, epochs=None, color=0.0, rate=RATE)
-            recipe = replace(recipe, decay_biases=True, bias_rate=1.0)  # as in the hand-written loop
-            found = _measure(recipe, int(rounds), Path(cache))
-            results.append(found)
-            print(f"{name}, batch {batch}: {found['ms']} ms, ratio {_ratio_text(found)}", flush=True)
+    for text in options.case or CASES:
+        name, batch, rounds = text.split(":")
+        recipe = replace(read_recipe(name), batch=int(batch), steps=10**6, epochs=None, color=0.0, rate=RATE)
+        recipe = replace(recipe, decay_biases=True, bias_rate=1.0)  # as in the hand-written loop
+        found = _measure(recipe, int(rounds))
+        results.append(found)
+        print(f"{name}, batch {batch}: {found['ms']} ms, ratio {_ratio_text(found)}", flush=True)
     result = {**circumstances(__file__, options, ("prelunet", "numpy", "torch")), "goal": GOAL, "cases": results}
     write_result(options.output, result, _table(result))
 
 
-def _measure(recipe: Recipe, rounds: int, cache: Path) -> dict[str, Any]:
-    """Time all ways of a recipe, each once in every round. cache: folder for the statistics of the images."""
+def _measure(recipe: Recipe, rounds: int) -> dict[str, Any]:
+    """Time all ways of a recipe, each once in every round."""
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         splits = open_splits(embedded_dataset_path())
         trainers = []
         for last in (False, True):
             (own := Path(folder) / str(last)).mkdir()
-            trainers.append(
-                Trainer(replace(recipe, channels_last=last), splits, own, SINGLE_PROCESS, Execution(cache=cache))
-            )
+            trainers.append(Trainer(replace(recipe, channels_last=last), splits, own, SINGLE_PROCESS))
     classes = len(splits.classes)
     images = random.integers(0, 256, (recipe.batch, recipe.crop, recipe.crop, 3), dtype=np.uint8)
     batch = Batch(images, random.integers(0, classes, recipe.batch))

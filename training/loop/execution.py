@@ -1,7 +1,6 @@
 """How a training run is executed. Imports no torch, so that `prelunet train --help` does not either."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from ...evaluator.cli_option import option
@@ -13,7 +12,7 @@ class Execution:
     """How a run is executed; none of this affects what is learned, except through the order of sums.
 
     So a run may resume with other values. A checkpoint's provenance states device, deterministic and cudnn_benchmark.
-    events: whether to write TensorBoard events; cache: folder for image statistics, None to keep none.
+    events: whether to write TensorBoard events.
     Raises UsageError for values that contradict each other.
     """
 
@@ -41,7 +40,6 @@ class Execution:
         False, "Let cuDNN time its algorithms for convolutions on the GPU and use the fastest."
     )
     events: bool = False
-    cache: Path | None = None
 
     def __post_init__(self) -> None:
         if self.deterministic and self.cudnn_benchmark:

@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...evaluator.arrays import Float32Array
-from ...evaluator.datasets.dataset import Dataset
 from ...evaluator.engine.scores import ranks_of
 from ...evaluator.errors import DatasetError, DivergenceError, Interrupted
 from ...evaluator.terminal import Advance, progress
 from ..data.augmentation import dropout_factors
-from ..data.dataset_statistics import DatasetStatistics, compute_statistics, is_still_valid
+from ..data.dataset_statistics import compute_statistics
 from ..data.image_cache import ImageCache
 from ..data.loader import Batch, evaluation_batches, training_batches
 from ..data.splits import Splits
@@ -88,7 +87,7 @@ class Trainer:
         self.note = ""  # shown on the progress line
         self.net = PreluNet(recipe.build_architecture(), len(splits.classes))
         if group.is_first and (reset_folder is not None or not (folder / STATE_FILE).exists()):
-            tensors, initial = _initial_state(self.recipe, splits, start, execution.cache, report)
+            tensors, initial = _initial_state(self.recipe, splits, start, report)
             load_tensors(self.net, tensors)
             if reset_folder is not None:
                 reset_folder()
@@ -315,23 +314,14 @@ class Trainer:
 
 
 def _initial_state(
-    recipe: Recipe, splits: Splits, start: Path | None, cache: Path | None, report: Callable[[str], None]
+    recipe: Recipe, splits: Splits, start: Path | None, report: Callable[[str], None]
 ) -> tuple[Mapping[str, Float32Array], TrainingProgress]:
     """Compute the statistics of all images, and draw the initial weights or load them from a checkpoint.
 
-    cache: see `compute_statistics`. Raises DatasetError if too many images cannot be decoded, and what
-    `load_pretrained` raises.
+    Raises DatasetError if too many images cannot be decoded, and what `load_pretrained` raises.
     """
-    compute = partial(compute_statistics, scale=recipe.central_scale, crop=recipe.crop, cache=cache, report=report)
-
-    def valid_statistics(dataset: Dataset, split: str) -> DatasetStatistics:
-        statistics = compute(dataset, split)
-        if is_still_valid(statistics, dataset):
-            return statistics
-        report(f"{split}: images have changed since their statistics were cached; recomputing")
-        return compute(dataset, split, fresh=True)
-
-    of_train, of_val = valid_statistics(splits.train, "train/"), valid_statistics(splits.val, "val/")
+    compute = partial(compute_statistics, scale=recipe.central_scale, crop=recipe.crop)
+    of_train, of_val = compute(splits.train, "train/"), compute(splits.val, "val/")
     mean = of_train.mean_image if recipe.mean == "image" else of_train.mean_channels
     net, initialization = recipe.build_architecture(), recipe.initialization()
     if start is None:

@@ -1,7 +1,6 @@
 """`prelunet stats`: the mean and color axes of a training set, and its unusable images."""
 
 import json
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,7 @@ from ...evaluator.datasets.dataset import Dataset
 from ...evaluator.datasets.open import open_dataset
 from ...evaluator.errors import DatasetError, UsageError
 from ...evaluator.terminal import echo, report
-from ..data.dataset_statistics import (
-    DatasetStatistics,
-    cache_folder,
-    compute_statistics,
-    forget_statistics,
-)
+from ..data.dataset_statistics import DatasetStatistics, compute_statistics
 from ..data.splits import open_splits
 
 
@@ -43,16 +37,9 @@ def stats(
             show_default="crop·256/224",
         ),
     ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Delete all cached statistics of these images and read them again.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure the mean pixel, mean image and color axes of a training set, and list unusable images (also in val/).
-
-    The statistics are cached for `train` in PRELUNET_CACHE, or else in the folder prelunet of XDG_CACHE_HOME or
-    ~/.cache. After an interruption, the same command resumes.
-    """
+    """Measure the mean pixel, mean image and color axes of a training set, and list unusable images (also in val/)."""
     scale = center_scale(crop) if scale is None else scale
     if scale < crop:
         raise UsageError(f"--scale {scale}: smaller than the crop of {crop} pixels. Give a scale of {crop} or more")
@@ -62,10 +49,7 @@ def stats(
     except DatasetError as error:  # `train` would refuse the labels of val/
         train, val = open_dataset(data, split="train"), None
         report(f"only the training images are measured: {error}")
-    cache = cache_folder(os.environ)
-    if fresh and cache is not None:
-        forget_statistics(cache, train, *(() if val is None else (val,)))
-    measure = partial(compute_statistics, scale=scale, crop=crop, cache=cache, report=report)
+    measure = partial(compute_statistics, scale=scale, crop=crop)
     statistics = measure(train, "train/")
     of_val = None if val is None else _images(val, measure(val, "val/"))
     deviation = np.sqrt((statistics.axes.astype(np.float64) ** 2).sum(axis=1))  # axes · axesᵀ is the covariance

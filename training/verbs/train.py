@@ -1,6 +1,5 @@
 """`prelunet train`: train a net from a recipe and a folder of images."""
 
-import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -68,7 +67,6 @@ def _train(
 
     On several GPUs: torchrun --nproc-per-node N --no-python prelunet train ...
     """
-    from ..data.dataset_statistics import cache_folder
     from ..loop.train import train as run_training
 
     training = run_training(
@@ -77,7 +75,7 @@ def _train(
         out,
         start=start,
         fresh=fresh,
-        execution=replace(execution, events=tensorboard, cache=cache_folder(os.environ)),
+        execution=replace(execution, events=tensorboard),
         report=report,
     )
     if training.is_first:

@@ -1,8 +1,6 @@
-"""Statistics of a dataset, compared with plain numpy; cached ones are used, resumed or recomputed."""
+"""Statistics of a dataset, compared with plain numpy."""
 
 import json
-import os
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +13,10 @@ from prelunet.evaluator import cli
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.training.data import dataset_statistics
-from prelunet.training.data.dataset_statistics import DatasetStatistics, cache_folder, compute_statistics
+from prelunet.training.data.dataset_statistics import DatasetStatistics, compute_statistics
 from prelunet.training.data.image_cache import ImageCache
 from prelunet.training.data.splits import open_splits
-from prelunet.training.loop.execution import Execution
-from prelunet.training.loop.train import train
-from tests.training.training_folders import RECIPE, make_dataset, write_image
+from tests.training.training_folders import make_dataset
 
 compute = partial(compute_statistics, split="train/", scale=14, crop=12)
 
@@ -29,19 +24,6 @@ compute = partial(compute_statistics, split="train/", scale=14, crop=12)
 @pytest.fixture
 def dataset(data: Path) -> Dataset:
     return open_splits(data).train
-
-
-@pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Record the files that are decoded."""
-    files: list[bytes] = []
-
-    def recording(data: bytes) -> Image.Image:
-        files.append(data)
-        return Image.fromarray(decode_rgb(data))
-
-    monkeypatch.setattr(dataset_statistics, "decode_image", recording)
-    return files
 
 
 def slow_central_view(image: np.ndarray, scale: int, crop: int) -> np.ndarray:
@@ -112,132 +94,8 @@ def test_a_split_with_more_than_a_tenth_of_unreadable_images_is_refused(
     splits = open_splits(root)
     dataset = {"train": splits.train, "val": splits.val}[split]
     with pytest.raises(DatasetError, match=rf"{undecodable} of \d+ images in {split}/ cannot be decoded") as caught:
-        compute_statistics(dataset, f"{split}/", scale=14, crop=12, cache=tmp_path / "cache")
+        compute_statistics(dataset, f"{split}/", scale=14, crop=12)
     assert "big-cat/000.png" in str(caught.value)
-    assert cached_files(tmp_path / "cache") == []  # repaired images must not stay refused
-
-
-# The cache
-
-
-def cached_files(cache: Path) -> list[Path]:
-    return sorted((cache / "surveys").iterdir())
-
-
-def test_statistics_are_computed_once_per_dataset_scale_and_crop(
-    dataset: Dataset, tmp_path: Path, decoded: list[bytes]
-) -> None:
-    expected = compute(dataset)
-    for scale, crop, expected_count in ((14, 12, 21), (14, 12, 0), (15, 12, 21), (14, 11, 21), (14, 12, 0)):
-        decoded.clear()
-        found = compute_statistics(dataset, "train/", scale=scale, crop=crop, cache=tmp_path / "new/cache")
-        assert len(decoded) == expected_count
-        if (scale, crop) == (14, 12):
-            assert_equal(found, expected)
-    assert len(cached_files(tmp_path / "new/cache")) == 3
-    decoded.clear()
-    assert_equal(compute(dataset, cache=tmp_path / "new/cache", fresh=True), expected)
-    assert len(decoded) == 21
-
-
-def test_another_dataset_has_its_own_statistics(tmp_path: Path) -> None:
-    root = make_dataset(tmp_path / "data")
-    first = compute(open_splits(root).train, cache=tmp_path)
-    write_image(root / "train/dog/new.png", 77, (20, 20), 200)
-    second = compute(open_splits(root).train, cache=tmp_path)
-    assert not np.array_equal(first.mean_image, second.mean_image)
-    assert len(cached_files(tmp_path)) == 2
-
-
-def test_refused_images_are_cached_with_their_reasons(tmp_path: Path) -> None:
-    root = make_dataset(tmp_path / "data")
-    (root / "train/dog/002.png").write_bytes(b"?")
-    dataset = open_splits(root).train
-    first = compute(dataset, cache=tmp_path)
-    assert list(first.refused) == ["dog/002.png"]
-    assert_equal(compute(dataset, cache=tmp_path), first)
-
-
-@pytest.mark.parametrize("stopped_at", [1, 8, 20])
-def test_an_interrupted_pass_resumes_where_it_was_saved(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[bytes], stopped_at: int
-) -> None:
-    expected = compute(dataset)
-    monkeypatch.setattr(dataset_statistics, "SAVE_EVERY", -1.0)  # after each image
-    in_order = dataset_statistics.map_in_threads
-
-    def interrupted(*arguments: object) -> Iterator[object]:
-        for number, found in enumerate(in_order(*arguments)):  # type: ignore[arg-type]
-            if number == stopped_at:
-                raise KeyboardInterrupt
-            yield found
-
-    monkeypatch.setattr(dataset_statistics, "map_in_threads", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        compute(dataset, cache=tmp_path, workers=1)
-    monkeypatch.setattr(dataset_statistics, "map_in_threads", in_order)
-    decoded.clear()
-    assert_equal(compute(dataset, cache=tmp_path), expected)
-    assert len(decoded) == 21 - stopped_at
-
-
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda _data: b"",
-    "cut": lambda data: data[:-5],
-    "more seen than there are": lambda data: data.replace(b'"seen":"21"', b'"seen":"99"'),
-    "no number": lambda data: data.replace(b'"seen":"21"', b'"seen":"xx"'),
-}
-
-
-@pytest.mark.parametrize("way", DAMAGES)
-def test_a_damaged_cache_file_is_reported_and_recomputed(dataset: Dataset, tmp_path: Path, way: str) -> None:
-    expected = compute(dataset, cache=tmp_path)
-    (path,) = cached_files(tmp_path)
-    data = path.read_bytes()
-    path.write_bytes(DAMAGES[way](data))
-    assert path.read_bytes() != data
-    messages: list[str] = []
-    assert_equal(compute(dataset, cache=tmp_path, report=messages.append), expected)
-    assert f"{path}: damaged (" in messages[0]
-    assert "are recomputed" in messages[0]
-    messages.clear()
-    assert_equal(compute(dataset, cache=tmp_path, report=messages.append), expected)
-    assert messages == []  # the file was rewritten
-
-
-def test_images_overwritten_with_garbage_of_the_same_length_invalidate_cached_statistics(tmp_path: Path) -> None:
-    root, cache = make_dataset(tmp_path / "data"), tmp_path / "cache"
-    before = open_splits(root)
-    for split, dataset in (("train/", before.train), ("val/", before.val)):
-        compute_statistics(dataset, split, scale=14, crop=12, cache=cache)
-    for path in (root / "train" / "dog").iterdir():
-        path.write_bytes(b"?" * path.stat().st_size)
-    assert open_splits(root).train.fingerprint == before.train.fingerprint
-    messages: list[str] = []
-    with pytest.raises(DatasetError, match="7 of 21 images in train/ cannot be decoded"):
-        train(RECIPE, root, tmp_path / "run", execution=Execution(cache=cache), report=messages.append)
-    assert messages[-1] == "train/: images have changed since their statistics were cached; recomputing"
-
-
-def test_a_cache_folder_that_cannot_be_written_is_reported_and_does_not_stop_the_run(
-    dataset: Dataset, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    messages: list[str] = []
-    found = compute(dataset, cache=tmp_path / "file", report=messages.append)
-    assert_equal(found, compute(dataset))
-    assert len(messages) == 1
-    assert "cannot be cached" in messages[0]
-    assert "PRELUNET_CACHE" in messages[0]
-
-
-def test_the_cache_folder_follows_the_environment() -> None:
-    home, caches = {"HOME": "/h"}, {"HOME": "/h", "XDG_CACHE_HOME": "/x"}
-    assert cache_folder(home) == Path("/h/.cache/prelunet")
-    assert cache_folder(caches) == Path("/x/prelunet")
-    assert cache_folder({**caches, "PRELUNET_CACHE": "own"}) == Path("own")
-    assert cache_folder({"HOME": "/h", "XDG_CACHE_HOME": "relative"}) == Path("/h/.cache/prelunet")
-    assert cache_folder({}) is None
 
 
 # The verb
@@ -249,15 +107,7 @@ def run(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, s
     return code, out, err
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(os.environ, "PRELUNET_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def test_stats_prints_the_statistics_and_caches_them_for_training(
-    data: Path, cache: Path, capsys: pytest.CaptureFixture[str], decoded: list[bytes]
-) -> None:
+def test_stats_prints_the_statistics_for_people_and_as_json(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run("stats", "--data", data, "--crop", 12, "--json", capsys=capsys)
     assert code == 0
     found = json.loads(out)
@@ -269,45 +119,28 @@ def test_stats_prints_the_statistics_and_caches_them_for_training(
     np.testing.assert_allclose(np.transpose(found["axes"]), expected.axes, atol=1e-4)
     narrow_too = np.stack([ImageCache(dataset, {}).central_view(index, 14, 12) for index in range(21)])
     np.testing.assert_allclose(found["deviation"], narrow_too.reshape(-1, 3).std(axis=0), atol=1e-3)
-    decoded.clear()
     code, out, _ = run("stats", "--data", data, "--crop", 12, capsys=capsys)
     assert code == 0
-    assert decoded == []
     assert "21 images, 0 refused" in out
     assert f"{'mean':9}" + "".join(f"{value:9.2f}" for value in expected.mean_channels) in out
-    compute(dataset, cache=cache)
-    assert decoded == []
 
 
-def test_stats_caches_the_statistics_of_val_and_fresh_recomputes_them(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stats_lists_the_unreadable_images_of_val(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = make_dataset(tmp_path / "data", val=4)
-    path = root / "val/dog/002.png"
-    whole = path.read_bytes()
+    (root / "val/dog/002.png").write_bytes(b"?")
     words = ("stats", "--data", root, "--crop", 12)
-    path.write_bytes(bytes(len(whole)))  # the same length, so the same fingerprint
     code, out, _ = run(*words, capsys=capsys)
     assert code == 0
     assert "val/: 12 images, 1 refused\n  dog/002.png: " in out
-    val = open_splits(root).val
-
-    def refused() -> list[list[str]]:
-        """Return what is refused at the crops of two recipes."""
-        sizes = ((14, 12), (16, 13))
-        return [list(compute_statistics(val, "val/", scale=s, crop=c, cache=cache).refused) for s, c in sizes]
-
-    refused()
-    path.write_bytes(whole)
-    assert refused() == [["dog/002.png"], ["dog/002.png"]], "cached"
-    code, out, _ = run(*words, "--fresh", "--json", capsys=capsys)
+    code, out, _ = run(*words, "--json", capsys=capsys)
     assert code == 0
-    assert json.loads(out)["val"] == {"fingerprint": val.fingerprint, "images": 12, "refused": {}}
-    assert refused() == [[], []]
+    of_val = json.loads(out)["val"]
+    assert (of_val["fingerprint"], of_val["images"]) == (open_splits(root).val.fingerprint, 12)
+    assert list(of_val["refused"]) == ["dog/002.png"]
 
 
 def test_stats_of_a_training_set_without_val_reports_that_only_train_is_measured(
-    data: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+    data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run("stats", "--data", data / "train", "--crop", 12, "--json", capsys=capsys)
     assert code == 0
@@ -324,7 +157,7 @@ def test_stats_of_a_training_set_without_val_reports_that_only_train_is_measured
     ],
 )
 def test_inconsistent_numbers_are_refused(
-    data: Path, cache: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], code: int, text: str
+    data: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], code: int, text: str
 ) -> None:
     found, _, err = run("stats", "--data", data, *words, capsys=capsys)
     assert found == code
