@@ -4,7 +4,7 @@ The paper's initialization preserves Var[y_l] (Eq. 10) or the variance of its gr
 This module measures both on any net, with its slopes and the channels that would be dead with ReLU.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,8 +75,11 @@ def measure_layers(
     """
     assert len(images), "needs at least one image"
     sums: dict[str, _Sums] = {}
-    for batch, truth in batches(net, images, labels):
-        responses, loss = responses_and_loss(net, batch, truth)
+    parameter = next(net.parameters())
+    size = max(1, PIXELS_PER_BATCH // (images.shape[2] * images.shape[3]))
+    for batch, truth in zip(torch.split(images, size), torch.split(labels, size), strict=True):
+        own = batch.to(parameter.device, parameter.dtype)
+        responses, loss = _responses_and_loss(net, own, truth.to(parameter.device))
         gradients = torch.autograd.grad(loss, list(responses.values()))
         for (layer, response), gradient in zip(responses.items(), gradients, strict=True):
             sums.setdefault(layer, _Sums()).add(response.detach(), gradient)
@@ -86,15 +89,7 @@ def measure_layers(
     return tuple(layer_sums.summary(layer, parameters.get(f"{layer}.slope")) for layer, layer_sums in sums.items())
 
 
-def batches(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the images and labels in batches that fit into memory, on the net's device and in its dtype."""
-    parameter = next(net.parameters())
-    size = max(1, PIXELS_PER_BATCH // (images.shape[2] * images.shape[3]))
-    for batch, truth in zip(torch.split(images, size), torch.split(labels, size), strict=True):
-        yield batch.to(parameter.device, parameter.dtype), truth.to(parameter.device)
-
-
-def responses_and_loss(net: PreluNet, images: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def _responses_and_loss(net: PreluNet, images: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Return each layer's response to one batch and the sum of the images' losses, with their autograd graph.
 
     With a sum, the gradient with respect to an image's response does not depend on the number of images.
@@ -158,34 +153,3 @@ def sample_views(image_cache: ImageCache, scale: int, crop: int, images: int = D
             refused[image_cache.samples[index].file] = str(error)
     stacked = np.stack(views) if views else np.empty((0, crop, crop, 3), np.uint8)
     return SampledViews(stacked, np.array(labels, dtype=np.int64), refused)
-
-
-# Divergence: the first layer with a non-finite value
-
-
-def find_non_finite(net: PreluNet, images: Tensor, labels: Tensor) -> str:
-    """Describe the first non-finite value when a net processes a batch, as in `conv2_1: its response is not finite`.
-
-    images: float (N, 3, crop, crop), mean subtracted; labels: int64 (N,); if N is 0, only parameters are checked.
-    Values are checked in the order in which they propagate: images, parameters (in the order of layers), responses and
-    loss. Dropout is off; if everything is finite without it, the text says so. No random number is drawn and no `.grad`
-    is written.
-    """
-    if not _finite(images):
-        return "the images: a pixel is not finite"
-    for name, parameter in net.named_parameters():
-        if not _finite(parameter):
-            return f"{name}: the parameter is not finite"
-    finite: dict[str, bool] = {}  # over the whole batch
-    for batch, truth in batches(net, images, labels) if len(images) else ():
-        responses, loss = responses_and_loss(net, batch, truth)
-        for name, value in (*responses.items(), ("", loss)):
-            finite[name] = finite.get(name, True) and _finite(value)
-    for name, good in finite.items():
-        if not good:
-            return f"{name}: its response is not finite" if name else "the loss is not finite, though the logits are"
-    return "no layer: without dropout all values of this batch are finite"
-
-
-def _finite(values: Tensor) -> bool:
-    return bool(torch.isfinite(values).all())

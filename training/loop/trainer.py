@@ -30,7 +30,7 @@ from ..distributed.base import StepOptions, check_batch
 from ..distributed.data_parallel import build_parallel
 from ..distributed.process_group import ProcessGroup
 from ..inspection.layer_log import LayerResponse
-from ..inspection.layer_statistics import find_non_finite, measure_layers, sample_views
+from ..inspection.layer_statistics import measure_layers, sample_views
 from ..net.dense_reference import subtract_mean
 from ..net.initialization import initial_tensors
 from ..net.network import PreluNet, load_tensors, parameter_groups
@@ -198,7 +198,7 @@ class Trainer:
             images, labels, dropout if recipe.dropout else None, recipe.batch, stop=self.signals.received
         )
         if not math.isfinite(result.loss):
-            raise self._diverged(find_non_finite(self.net, images, labels) if self.net.has_head else "")
+            raise self._diverged("the loss")
         self.optimizer.step()
         now.step += 1
         now.loss_sum += result.loss
@@ -265,7 +265,7 @@ class Trainer:
                 raise self._interrupted()
         images, loss, *wrong = self.group.total(*counts)
         if math.isnan(images):
-            raise self._diverged("a logit on val/ is not finite")
+            raise self._diverged("a logit on val/")
         self.unreadable_val.gather(self.group)
         self.unreadable_val.check(self.recipe.max_refused)
         if not images:
@@ -285,7 +285,7 @@ class Trainer:
         """Save the state and its checkpoints."""
         finite = all(bool(torch.isfinite(parameter).all()) for parameter in self.net.parameters())
         if self.group.any(not finite):
-            raise self._diverged("a parameter is not finite")
+            raise self._diverged("a parameter")
         self.unreadable.gather(self.group)
         if self.group.is_first:
             self.checkpoint_manager.write(self.net, momentum_of(self.net, self.optimizer), self.progress)
@@ -305,11 +305,11 @@ class Trainer:
             "the state is saved, and the same command resumes from there"
         )
 
-    def _diverged(self, where: str) -> DivergenceError:
+    def _diverged(self, what: str) -> DivergenceError:
         return DivergenceError(
-            f"{self.folder}: training has diverged: after step {self.progress.step} a number is no longer finite "
-            f"({where or 'the loss'}). The last saved state is kept. Lower `rate` in the recipe (currently "
-            f"{self.recipe.rate}) and train in another folder, or in this one with --fresh"
+            f"{self.folder}: training has diverged: after step {self.progress.step} {what} is no longer finite. The "
+            f"last saved state is kept. Lower `rate` in the recipe (currently {self.recipe.rate}) and train in another "
+            "folder, or in this one with --fresh"
         )
 
 

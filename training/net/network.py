@@ -53,10 +53,6 @@ class PreluNet(nn.Module):
         for layer, shapes in layers.items():
             self.add_module(layer, Layer(shapes))
 
-    @property
-    def has_head(self) -> bool:
-        return hasattr(self, FC_LAYERS[0])
-
     def drop_head(self) -> None:
         """Remove the fully connected layers; in hybrid training only one process has them."""
         for name in FC_LAYERS:

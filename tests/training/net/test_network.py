@@ -191,7 +191,7 @@ def test_a_net_without_its_head_still_gives_features() -> None:
     checkpoint = tiny_checkpoint()
     net, whole = float64_net(checkpoint), float64_net(checkpoint)
     net.drop_head()
-    assert (net.has_head, whole.has_head) == (False, True)
+    assert (hasattr(net, "fc1"), hasattr(whole, "fc1")) == (False, True)
     assert {name.split(".")[0] for name, _ in net.named_parameters()} == {c.name for c in checkpoint.architecture.convs}
     images = torch.from_numpy(np.random.default_rng(3).uniform(-1, 1, (2, 3, 24, 24)))
     torch.testing.assert_close(whole.head(net.features(images)), whole(images), **ROUNDING)
