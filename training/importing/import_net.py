@@ -5,9 +5,8 @@ preprocessing is folded into the mean and conv1, since the nets here take RGB fr
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Literal
 from zipfile import BadZipFile
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...evaluator.architectures import ACTIVATIONS, ARCHITECTURES, Architecture, architecture, parameter_shapes
+from ...evaluator.architectures import Architecture, parameter_shapes
 from ...evaluator.arrays import Float32Array
 from ...evaluator.contract import ClassEntry
 from ...evaluator.errors import CheckpointError, UsageError, from_os_error
@@ -29,6 +28,7 @@ from .state_dicts import StateDict, read_state_dict
 AssignmentMethod = Literal["by name", "by the map", "by order"]
 Shapes = Mapping[str, tuple[int, ...]]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MAP_HINT = "map the names with a table: --map FILE (docs/importing.md)"
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,10 @@ def import_net(
     state = read_state_dict(path)
     shapes = parameter_shapes(net, len(classes))
     # In some files, a layer's shared slope has no axes.
-    tensors = {
-        name: tensor.reshape(1) if tensor.ndim == 0 and tensor.layout == torch.strided else tensor
-        for name, tensor in state.tensors.items()
-    }
+    tensors = {name: tensor.reshape(1) if tensor.ndim == 0 else tensor for name, tensor in state.tensors.items()}
     assignment, left_out = _assign(path, StateDict(tensors, state.ordered), shapes, name_map)
     chosen = {name: tensors[assignment.source[name]] for name in shapes}
-    arrays = {name: tensor.detach().resolve_neg().to(torch.float32).numpy() for name, tensor in chosen.items()}
+    arrays = {name: tensor.detach().to(torch.float32).numpy() for name, tensor in chosen.items()}
     if bad := [assignment.source[name] for name, array in arrays.items() if not is_finite(array)]:
         raise CheckpointError(
             f"{path}: values that are not finite in float32, in {', '.join(bad)}: training has diverged, or the file "
@@ -143,28 +140,27 @@ def _assign(
 ) -> tuple[Assignment, tuple[str, ...]]:
     """Assign the file's tensors to the checkpoint's; also return the names that the map omits.
 
-    Raises CheckpointError with the probable cause and a list of all faults.
+    Raises CheckpointError with a list of all faults.
     """
     found = {name: (_kind(tensor), tuple(tensor.shape)) for name, tensor in state.tensors.items()}
     source: Mapping[str, str] = {name: name for name in found}
     method: AssignmentMethod = "by name"
-    renamed = Renamed(source)
+    renamed, fix = Renamed(source), "Check --arch, --activation and --classes"
     if name_map is not None:
         renamed = name_map.rename(found)
-        source, method, fix = renamed.source, "by the map", "Fix the map (docs/importing.md)"
-    elif found.keys() == shapes.keys():
-        fix = "The names match; save the net again with these shapes and a floating-point type"
-    elif found.keys() & shapes.keys():
-        fix = "Map the other names with a table: --map FILE (docs/importing.md)"
-    elif obstacle := _why_not_by_order(state, shapes):
-        fix = (
-            f"They cannot be assigned by order: {obstacle}. Map the names with a table: --map FILE (docs/importing.md)"
-        )
-    else:
-        source, method = dict(zip(shapes, found, strict=True)), "by order"
-        fix = "Save the net again with a floating-point type"
-    if renamed.faults or _faults_of(source, found, shapes):
-        raise _mismatch_error(path, source, found, shapes, renamed.faults, fix)
+        source, method = renamed.source, "by the map"
+        fix += ", or fix the map (docs/importing.md)"
+    elif not found.keys() & shapes.keys():
+        if obstacle := _why_not_by_order(state, shapes):
+            fix = f"They cannot be assigned by order: {obstacle}. {fix}, or {_MAP_HINT}"
+        else:
+            source, method = dict(zip(shapes, found, strict=True)), "by order"
+    elif found.keys() != shapes.keys():
+        fix += f", or {_MAP_HINT}"
+    faults = [*renamed.faults, *_faults_of(source, found, shapes)]
+    if faults:  # all of them, because users write a name map from the list
+        head = f"{path}: the tensors do not match the requested net. {fix}. Mismatches:"
+        raise CheckpointError("\n  ".join((head, *faults)))
     return Assignment(source, method), renamed.left_out
 
 
@@ -179,82 +175,26 @@ def _faults_of(
 
 def _kind(tensor: Tensor) -> str:
     """Return `float` if the tensor can be converted to float32, else its actual type."""
-    if tensor.is_meta or tensor.layout != torch.strided:
-        return "without values" if tensor.is_meta else "sparse"
     return "float" if tensor.dtype in _FLOATS else str(tensor.dtype).removeprefix("torch.")
 
 
 def _why_not_by_order(state: StateDict, shapes: Shapes) -> str | None:
     """Return why the tensors cannot be assigned by order, or None if every shape fits.
 
-    A different number of classes is no obstacle here: it is a fault with any assignment. A bias and the slopes of a
-    layer have the same shape, so names that end in "bias" must be in the positions of biases.
+    A bias and the slopes of a layer have the same shape, so names that end in "bias" must be in positions of biases.
     """
     if not state.ordered:
         return "a .safetensors file stores its tensors sorted, not in the order of the layers"
     if len(state.tensors) != len(shapes):
         return f"there are {len(state.tensors)} tensors, but the net has {len(shapes)}"
     names_biases = any(name.endswith("bias") for name in state.tensors)
-    classes = _classes_of([tuple(tensor.shape) for tensor in state.tensors.values()], shapes)
-    pairs = zip(state.tensors.items(), _with_classes(shapes, classes).items(), strict=True)
+    pairs = zip(state.tensors.items(), shapes.items(), strict=True)
     for position, ((name, tensor), (own, shape)) in enumerate(pairs, start=1):
         if tuple(tensor.shape) != shape:
             return f"tensor {position} is {name} {list(tensor.shape)}, but {own} {list(shape)} is expected"
         if names_biases and name.endswith("bias") != own.endswith("bias"):
             return f"tensor {position} is {name}, but {own} is expected"
     return None
-
-
-def _mismatch_error(
-    path: Path,
-    source: Mapping[str, str],
-    found: Mapping[str, tuple[str, tuple[int, ...]]],
-    shapes: Shapes,
-    faults_of_map: tuple[str, ...],
-    fix: str,
-) -> CheckpointError:
-    """Return the error: the probable cause and its fix, followed by all faults.
-
-    The list is not truncated, because users write a name map from it.
-    """
-    found_shapes = [found[name][1] for name in source.values()]
-    requested, classes = shapes["fc3.bias"][0], _classes_of(found_shapes, shapes)
-    numbers = f"the number of classes: {classes} in the file, {requested} in --classes"
-    if classes not in (None, requested):
-        if faults_of_map or _faults_of(source, found, _with_classes(shapes, classes)):
-            cause = f"the tensors do not match the requested net, nor does {numbers}. {fix}"
-        else:
-            cause = f"everything matches except {numbers}. Give --classes {classes}, or a file of {classes} names"
-    else:
-        likely = []  # the options for which the tensors have the right shapes, in any order
-        for name, activation in product(ARCHITECTURES, ACTIVATIONS) if classes is None else ():
-            own_shapes = parameter_shapes(architecture(name, activation=activation), requested)
-            if (own_classes := _classes_of(found_shapes, own_shapes)) is not None:
-                also = "" if own_classes == requested else f" --classes {own_classes}"
-                likely.append(f"--arch {name} --activation {activation}{also}")
-        cause = f"the tensors do not match the requested net. {fix}"
-        if likely:  # without a name map, which would not help with the wrong net
-            cause = f"not the requested net. The set of shapes is that of {' or '.join(likely)}"
-    faults = [*faults_of_map, *_faults_of(source, found, shapes)]
-    return CheckpointError("\n  ".join((f"{path}: {cause}. Mismatches:", *faults)))
-
-
-def _with_classes(shapes: Shapes, classes: int | None) -> Shapes:
-    """Return a net's shapes with another number of classes, unchanged for None."""
-    if classes is None:
-        return shapes
-    return {**shapes, "fc3.weight": (classes, shapes["fc3.weight"][1]), "fc3.bias": (classes,)}
-
-
-def _classes_of(found: Sequence[tuple[int, ...]], shapes: Shapes) -> int | None:
-    """Return the number of classes for which the net has exactly these shapes, in any order, or None."""
-    below = Counter(shape for name, shape in shapes.items() if not name.startswith("fc3."))
-    counted = Counter(found)
-    last = sorted((counted - below).elements(), key=len)
-    if below - counted or [len(shape) for shape in last] != [1, 2]:
-        return None
-    classes = last[0][0]
-    return classes if classes > 0 and last[1] == (classes, shapes["fc3.weight"][1]) else None
 
 
 def _fold_preprocessing(

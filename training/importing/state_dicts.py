@@ -128,10 +128,8 @@ def _state_dict_in(path: Path, loaded: Any) -> tuple[dict[str, Tensor], tuple[st
         raise CheckpointError(
             f"{path}: no state dict at the top level or under {', '.join(_WRAPPERS)}, {content}. Save one with {_SAVE}"
         )
-    strange = [  # a nested tensor has no shape
-        repr(name)[:60]
-        for name, value in loaded.items()
-        if not (isinstance(name, str) and isinstance(value, Tensor)) or value.is_nested
+    strange = [
+        repr(name)[:60] for name, value in loaded.items() if not (isinstance(name, str) and isinstance(value, Tensor))
     ]
     if strange:
         raise CheckpointError(

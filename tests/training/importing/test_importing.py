@@ -190,7 +190,7 @@ def test_partly_matching_names_are_not_assigned_by_order(file: Path) -> None:
     torch.save({turned.get(name, name): tensor for name, tensor in our_names().items()}, file)
     assert [turned.get(name, name) for name in names].count("conv1.slope") == 1
     with pytest.raises(
-        CheckpointError, match=r"Map the other names .*:\n  missing conv1\.bias \[5\]\n  unexpected other \[5\]$"
+        CheckpointError, match=r"or map the names .*:\n  missing conv1\.bias \[5\]\n  unexpected other \[5\]$"
     ):
         tiny_import(file)
 
@@ -221,8 +221,7 @@ def test_missing_unexpected_and_misshaped_tensors_are_all_listed_at_once(file: P
     del tensors["conv1.bias"], tensors["fc2.slope"]
     tensors |= {"bn.num_batches_tracked": torch.tensor(3), "extra": torch.zeros(2, 3)}
     tensors["fc3.weight"], tensors["conv2.weight"] = torch.zeros(7, 6), tensors["conv2.weight"].permute(2, 3, 1, 0)
-    tensors["fc2.bias"], tensors["fc1.bias"] = torch.zeros(6, dtype=torch.int64), torch.zeros(6).to_sparse()
-    tensors["conv1.slope"] = torch.zeros(5, device="meta")
+    tensors["fc2.bias"] = torch.zeros(6, dtype=torch.int64)
     tensors["fc3.bias"] = torch.zeros(1).expand(10**13)  # more than any memory
     torch.save(tensors, file)
     with pytest.raises(CheckpointError) as refused:
@@ -235,23 +234,12 @@ def test_missing_unexpected_and_misshaped_tensors_are_all_listed_at_once(file: P
         "  fc3.weight is [7, 6], should be [3, 6]",
         "  conv2.weight is [2, 2, 5, 4], should be [4, 5, 2, 2]",
         "  fc2.bias is int64, should be float",
-        "  fc1.bias is sparse, should be float",
-        "  conv1.slope is without values, should be float",
         "  fc3.bias is [10000000000000], should be [3]",
     }
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_refused_by_its_name(file: Path) -> None:
-    tensors = our_names()
-    tensors["conv1.bias"] = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
-    torch.save(tensors, file)
-    with pytest.raises(CheckpointError, match=r"contains more than tensors: 'conv1\.bias'"):
-        tiny_import(file)
-
-
 @pytest.mark.parametrize("names", ["foreign", "ours", "by the map"])
-def test_a_different_number_of_classes_is_the_reported_cause_with_any_names(file: Path, names: str) -> None:
+def test_a_different_number_of_classes_is_refused_with_any_names(file: Path, names: str) -> None:
     foreign, ours = ForeignNet(classes=5).state_dict(), our_names(classes=5)
     table = None
     if names == "by the map":  # which leaves one tensor out
@@ -260,66 +248,44 @@ def test_a_different_number_of_classes_is_the_reported_cause_with_any_names(file
     torch.save(ours if names == "ours" else foreign, file)
     with pytest.raises(CheckpointError) as refused:
         tiny_import(file, name_map=table)
+    first, *lines = str(refused.value).splitlines()
+    assert "Check --arch, --activation and --classes" in first
+    if names == "foreign":
+        assert "classifier.4.weight [5, 6], but fc3.weight [3, 6] is expected" in first
+        return
     theirs = ["", ""] if names == "ours" else [f" (classifier.4.{kind} in the file)" for kind in ("weight", "bias")]
-    assert str(refused.value).splitlines() == [
-        f"{file}: everything matches except the number of classes: 5 in the file, 3 in --classes. "
-        "Give --classes 5, or a file of 5 names. Mismatches:",
+    assert lines == [
         f"  fc3.weight is [5, 6], should be [3, 6]{theirs[0]}",
         f"  fc3.bias is [5], should be [3]{theirs[1]}",
     ]
 
 
-def test_a_different_number_of_classes_is_not_the_only_cause_if_other_tensors_mismatch(file: Path) -> None:
-    tensors = ForeignNet(classes=5).state_dict()
-    torch.save({**tensors, "features.0.bias": torch.zeros(5, dtype=torch.int64)}, file)
-    begin = "nor does the number of classes: 5 in the file, 3 in --classes. "
-    with pytest.raises(CheckpointError, match=begin + r"Save the net again(.|\n)*conv1\.bias is int64") as refused:
-        tiny_import(file)
-    assert "everything matches" not in str(refused.value)
-    safetensors.torch.save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=begin + "They cannot be assigned by order: a .safetensors file stores"):
-        tiny_import(file)
-    order = ["features.1.weight", *(name for name in tensors if name != "features.1.weight")]
-    torch.save({name: tensors[name] for name in order}, file)
-    with pytest.raises(CheckpointError, match=begin + "They cannot be assigned by order: tensor 1 is features.1"):
-        tiny_import(file)
-
-
-def test_the_cause_precedes_the_list_and_no_map_is_suggested_for_another_net(file: Path) -> None:
+def test_the_list_of_mismatches_is_complete(file: Path) -> None:
     torch.save(ForeignNet(architecture("demo"), 5).state_dict(), file)
     with pytest.raises(CheckpointError) as refused:
         import_net(file, architecture("A"), ENTRIES, PLAIN)
     first, *lines = str(refused.value).splitlines()
-    likely = "--arch demo --activation prelu --classes 5"
-    assert first == (f"{file}: not the requested net. The set of shapes is that of {likely}. Mismatches:")
     missing = parameter_shapes(architecture("A"), 3)
-    assert lines[: len(missing)] == [
-        f"  missing {name} {list(shape)}" for name, shape in missing.items()
-    ]  # all of them
+    assert f"there are 26 tensors, but the net has {len(missing)}. Check --arch, --activation and --classes" in first
+    assert first.endswith("or map the names with a table: --map FILE (docs/importing.md). Mismatches:")
+    assert lines[: len(missing)] == [f"  missing {name} {list(shape)}" for name, shape in missing.items()]
     assert len(lines) == len(missing) + 26
 
 
 def test_no_map_is_suggested_if_all_names_match(file: Path) -> None:
     torch.save({**our_names(), "fc2.bias": torch.zeros(6, dtype=torch.int64)}, file)
-    with pytest.raises(CheckpointError, match="The names match; save the net again") as refused:
+    with pytest.raises(CheckpointError, match=r"fc2\.bias is int64, should be float") as refused:
         tiny_import(file)
     assert "--map" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("slopes", "asked", "hint"),
-    [
-        ("shared", "prelu", "that of --arch demo --activation prelu-shared."),
-        ("channel", "prelu-shared", "that of --arch demo --activation prelu."),
-        ("none", "prelu", "that of --arch demo --activation relu or --arch demo --activation lrelu."),
-        ("channel", "relu", "that of --arch demo --activation prelu."),
-    ],
+    ("slopes", "asked"),
+    [("shared", "prelu"), ("channel", "prelu-shared"), ("none", "prelu"), ("channel", "relu")],
 )
-def test_slopes_of_another_kind_are_refused_and_the_right_option_is_named(
-    file: Path, slopes: str, asked: Activation, hint: str
-) -> None:
+def test_slopes_of_another_kind_are_refused(file: Path, slopes: str, asked: Activation) -> None:
     torch.save(ForeignNet(architecture("demo"), CLASSES, slopes).state_dict(), file)
-    with pytest.raises(CheckpointError, match=hint):
+    with pytest.raises(CheckpointError, match="Check --arch, --activation and --classes"):
         import_net(file, architecture("demo", activation=asked), ENTRIES, PLAIN)
 
 
