@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
 
 from ..evaluator.architectures import (
     ACTIVATIONS,
@@ -32,7 +33,6 @@ MeanKind = Literal["image", "channel"]
 # learned and not only the order of sums, so a run cannot resume with it or without it.
 TrainingPrecision = Literal["fp32", "tf32", "bf16"]
 
-_MAX_BITS = 1000  # of an integer: 1024 bits overflow a float, and Python prints at most 4300 digits
 CHOICES: dict[str, tuple[str, ...]] = {  # key → valid values
     "activation": ACTIVATIONS,
     "rate_policy": get_args(RatePolicy),
@@ -244,45 +244,28 @@ def recipe_from_values(values: Mapping[str, Any], where: str, folder: Path = Pat
 
     where: their source, for error messages; folder: to which the path of an architecture is relative.
     """
-    kinds = {key.name: key.type for key in fields(Recipe)}
-    unknown = sorted(set(values) - set(kinds))
+    valid = [key.name for key in fields(Recipe)]
+    unknown = sorted(set(values) - set(valid))
     if unknown:
-        raise UsageError(f"{where}: unknown recipe key {', '.join(unknown)}. Valid keys: {', '.join(kinds)}")
+        raise UsageError(f"{where}: unknown recipe key {', '.join(unknown)}. Valid keys: {', '.join(valid)}")
     missing = [key.name for key in fields(Recipe) if key.default is MISSING and key.name not in values]
     if missing:
         raise UsageError(f"{where}: the recipe has no value for {', '.join(missing)}. Add the missing keys")
-    checked = {key: check_type(value, kinds[key], f"{where}: {key}") for key, value in values.items()}
+    checked = {key: convert_value(key, value, f"{where}: {key}") for key, value in values.items()}
     return Recipe(**{**checked, "architecture": find_architecture(checked["architecture"], folder)})
 
 
-def check_type(value: Any, kind: Any, where: str) -> Any:
-    """Check a value against the type of its field. Integers become floats if necessary; nothing else is converted."""
-    if get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
-    if type(value) is int and value.bit_length() > _MAX_BITS:
-        raise UsageError(f"{where} should not be a number of more than 300 digits")
-    if isinstance(kind, UnionType):  # `int | None`
-        return None if value is None else check_type(value, get_args(kind)[0], where)
-    if get_origin(kind) is tuple:
-        item, *rest = get_args(kind)
-        if not isinstance(value, list) or (rest != [...] and len(value) != 1 + len(rest)):
-            raise UsageError(
-                f"{where} should be a list{'' if rest == [...] else f' of {1 + len(rest)}'}, not {_format_value(value)}"
-            )
-        return tuple(check_type(element, item, where) for element in value)
-    if kind is float and type(value) is int:
-        return float(value)
-    plain = kind if isinstance(kind, type) else str  # a Literal, whose values Recipe checks
-    if type(value) is not plain:
-        raise UsageError(f"{where} should be of type {plain.__name__}, not {_format_value(value)}")
-    return value
+def convert_value(key: str, value: Any, where: str, *, from_text: bool = False) -> Any:
+    """Return the value of a key in the type of its field; integers become floats if necessary.
 
-
-def _format_value(value: Any) -> str:
+    where: names key or option, for errors; from_text: whether numbers are given as text. Raises UsageError for a value
+    of another type; those in CHOICES, and the architecture, are checked later.
+    """
+    (kind,) = (field.type for field in fields(Recipe) if field.name == key)
     try:
-        return repr(value)
-    except ValueError:  # contains an integer of thousands of digits, which the TOML reader accepts in hexadecimal
-        return "a value with an integer of thousands of digits"
+        return msgspec.convert(value, str if key in CHOICES or key == "architecture" else kind, strict=not from_text)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{where}: {error}. Give a value of that type") from error
 
 
 def changes_for_crop(recipe: Recipe, crop: int, *, keep_batch: bool = False) -> dict[str, Any]:

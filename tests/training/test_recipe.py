@@ -103,36 +103,8 @@ def test_deeply_nested_toml_is_refused(tmp_path: Path) -> None:
         read_recipe(str(path))
 
 
-HEXADECIMAL = "0x1" + 5000 * "0"  # Python parses it, but does not print it in decimal
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("rate = 1" + 400 * "0", r"mine\.toml: rate should not be a number of more"),
-        ("rate_drops = [0.5, 1" + 400 * "0" + "]", "rate_drops should not be a number of more than 300 digits"),
-        ("seed = 1" + 5000 * "0", r"mine\.toml: contains an integer with thousands of digits"),
-        (f"seed = {HEXADECIMAL}", "seed should not be a number of more than 300 digits"),
-        (f"batch = {HEXADECIMAL}", "batch should not be a number of more than 300 digits"),
-        (f"mirror = {HEXADECIMAL}", "mirror should not be a number of more than 300 digits"),
-        (f"seed = [{HEXADECIMAL}]", "seed should be of type int, not a value with an integer of thousands of digits"),
-        (
-            f"scales = [{HEXADECIMAL}]",
-            "scales should be a list of 2, not a value with an integer of thousands of digits",
-        ),
-    ],
-)
-def test_a_number_with_too_many_digits_is_refused(tmp_path: Path, line: str, message: str) -> None:
-    key = line.partition("=")[0]
-    small = (resources.files("prelunet.training") / "recipes" / "small.toml").read_text(encoding="utf-8").splitlines()
-    (tmp_path / "mine.toml").write_text("\n".join([*(other for other in small if not other.startswith(key)), line]))
-    with pytest.raises(UsageError, match=message):
-        read_recipe(str(tmp_path / "mine.toml"))
-
-
 def test_numbers_at_their_limits_are_accepted() -> None:
     assert recipe_from_values({**SMALL.to_json(), "rate": 10**12, "weight_decay": 1e12}, "x").rate == 1e12
-    assert recipe_from_values({**SMALL.to_json(), "seed": 2**1000 - 1}, "x").seed == 2**1000 - 1
 
 
 def test_the_largest_supported_scales_are_accepted() -> None:
@@ -163,13 +135,14 @@ def test_missing_keys_are_named() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("steps", 10.5, "steps should be of type int"),
-        ("steps", True, "steps should be of type int"),
-        ("rate", "0.1", "rate should be of type float"),
-        ("scales", [28], "scales should be a list of 2"),
-        ("scales", 28, "scales should be a list of 2"),
-        ("rate_drops", [0.5, "x"], "rate_drops should be of type float"),
-        ("mirror", 1, "mirror should be of type bool"),
+        ("steps", 10.5, "steps: Expected `int | null`, got `float`"),
+        ("steps", True, "steps: Expected `int"),
+        ("rate", "0.1", "rate: Expected `float`, got `str`"),
+        ("rate", 10**400, "rate: Number out of range"),
+        ("scales", [28], "scales: Expected `array` of length 2, got 1"),
+        ("scales", 28, "scales: Expected `array`, got `int`"),
+        ("rate_drops", [0.5, "x"], "rate_drops: Expected `float`, got `str`"),
+        ("mirror", 1, "mirror: Expected `bool`"),
         ("steps", 0, "should be at least 1"),
         ("rate", 0.0, "rate 0.0 should be above 0"),
         ("rate", float("nan"), "rate nan should be above 0"),
@@ -202,7 +175,7 @@ def test_missing_keys_are_named() -> None:
         ("init", "msra", "unknown init 'msra'; choose one of fan-out, fan-in"),
         ("first_layer", "exactly", "unknown first_layer 'exactly'"),
         ("init_std", 0.0, "standard deviation of the weights 0.0"),
-        ("fc_stds", [0.01, 0.01], "fc_stds should be a list of 3"),
+        ("fc_stds", [0.01, 0.01], "fc_stds: Expected `array` of length 3, got 2"),
         ("precision", "fp16", "unknown precision 'fp16'; choose one of fp32, tf32, bf16"),
         ("color", -0.1, "color -0.1 should be at least 0 and below 10"),
         ("accumulate", 0, "accumulate 0 should be at least 1"),

@@ -80,11 +80,11 @@ def test_a_length_in_epochs_replaces_one_in_steps_and_vice_versa() -> None:
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [
-        ("batch", "many", "--batch many: should be an integer"),
-        ("batch", "2.5", "--batch 2.5: should be an integer"),
-        ("rate", "fast", "--rate fast: should be a number"),
-        ("scales", "28", "--scales should be a list of 2"),
-        ("fc_stds", "1,2,x", "--fc-stds x: should be a number"),
+        ("batch", "many", "--batch many: Expected `int`"),
+        ("batch", "2.5", "--batch 2.5: Expected `int`"),
+        ("rate", "fast", "--rate fast: Expected `float`"),
+        ("scales", "28", "--scales 28: Expected `array` of length 2"),
+        ("fc_stds", "1,2,x", "--fc-stds 1,2,x: Expected `float`"),
         ("init", "he", "unknown init 'he'; choose one of fan-out"),
     ],
 )

@@ -8,9 +8,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from ...evaluator.errors import UsageError
 from ...evaluator.verbs.options.derive import replace_parameter
-from ..recipe import CHOICES, LIMITS, Recipe, check_type, format_limits
+from ..recipe import CHOICES, LIMITS, Recipe, convert_value, format_limits
 
 PANEL = "Recipe overrides (defaults are for keys that the recipe omits)"
 
@@ -36,9 +35,13 @@ def override_keys(recipe: Recipe, keys: Mapping[str, Any], **changes: Any) -> Re
     changes: values of keys for which there is no option. A key that excludes another one removes it: steps removes
     epochs, epochs removes steps, and the rate policy `plateau` removes rate_drops.
     """
-    kinds = {key.name: get_args(key.type)[0] for key in fields(Recipe)}
-    options = {name: _value(text, kinds[name], f"--{name.replace('_', '-')}") for name, text in keys.items()}
-    values = {**changes, **options}
+    values = dict(changes)
+    for key in fields(Recipe):
+        if (given := keys.get(key.name)) is not None:
+            where = f"--{key.name.replace('_', '-')} {given}"
+            if get_origin(get_args(key.type)[0]) is tuple:
+                given = [part for part in given.split(",") if part]
+            values[key.name] = convert_value(key.name, given, where, from_text=True)
     if "steps" in values and "epochs" not in values:
         values["epochs"] = None
     elif "epochs" in values and "steps" not in values:
@@ -72,21 +75,3 @@ def _metavar(kind: Any) -> str:
 
 def _format_value(value: Any) -> str:
     return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
-
-
-def _value(text: Any, kind: Any, where: str) -> Any:
-    """Parse the text of an option as a value of the key's type."""
-    if isinstance(kind, UnionType):
-        return _value(text, get_args(kind)[0], where)
-    if get_origin(kind) is tuple:
-        parts = [part for part in text.split(",") if part]
-        return check_type([_number(part, get_args(kind)[0], where) for part in parts], kind, where)
-    return check_type(_number(text, kind, where), kind, where) if kind in (int, float) else text
-
-
-def _number(text: str, kind: Any, where: str) -> int | float:
-    try:
-        value: int | float = kind(text)
-    except ValueError as error:
-        raise UsageError(f"{where} {text}: should be {'an integer' if kind is int else 'a number'}") from error
-    return value

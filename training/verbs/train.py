@@ -88,11 +88,10 @@ train = derive_options(with_recipe_options(_train, exclude=("crop",)))
 
 def requested_recipe(name: str, crop: str | None, keys: Mapping[str, Any], data: Path | None) -> Recipe:
     """Return the recipe with the overrides of the command line."""
-    recipe, changes = read_recipe(name), dict[str, Any]()
-    if "architecture" in keys:
-        keys = {**keys, "architecture": find_architecture(keys["architecture"])}
+    recipe, changes, keys = read_recipe(name), dict[str, Any](), dict(keys)
+    net = find_architecture(keys.pop("architecture")) if "architecture" in keys else recipe.architecture
     if crop == "auto":
-        stride = architecture(keys.get("architecture", recipe.architecture)).trunk_stride
+        stride = architecture(net).trunk_stride
         images = open_dataset(data or embedded_dataset_path(), split="train")
         side = automatic_crop(median_shorter_side(images), stride)
     elif crop is not None:
@@ -101,7 +100,8 @@ def requested_recipe(name: str, crop: str | None, keys: Mapping[str, Any], data:
         side = int(crop)
     if crop is not None:
         changes = changes_for_crop(recipe, side, keep_batch="batch" in keys)
-    return override_keys(recipe, keys, **changes)  # at once: a crop may fit only the requested architecture or scales
+    # At once: a crop may fit only the requested architecture or scales.
+    return override_keys(recipe, keys, architecture=net, **changes)
 
 
 def _summary(training: "TrainingResult") -> str:
