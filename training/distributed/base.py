@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from ..recipe import TrainingPrecision
 from .process_group import ProcessGroup
 
 ParallelMode = Literal["ddp", "hybrid"]
-PARALLEL_MODES: tuple[ParallelMode, ...] = get_args(ParallelMode)
 
 # Returns the dropout factors of fc1's and fc2's outputs, (rows, width) each, for rows of the step's global batch; None
 # for no dropout. A process calls it once per step, for the rows whose head it computes.

@@ -4,10 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...evaluator.errors import UsageError
 from ..net.network import PreluNet
 from .base import (
-    PARALLEL_MODES,
     DropoutFactors,
     ParallelMode,
     ParallelNet,
@@ -70,11 +68,8 @@ def build_parallel(
     """Distribute a net, identical in every process, over a group.
 
     The net is modified: it moves to the group's device, and hybrid training removes the fully connected layers from all
-    processes but the first. Create the optimizer afterwards. With one process, `kind` has no effect. Raises UsageError
-    for an unknown kind.
+    processes but the first. Create the optimizer afterwards. With one process, `kind` has no effect.
     """
-    if kind not in PARALLEL_MODES:
-        raise UsageError(f"unknown parallel mode '{kind}'. Choose one of {', '.join(PARALLEL_MODES)}")
     if kind == "ddp" or group.size == 1:
         return DataParallel(net, group, options)
     return HybridParallel(net, group, options)

@@ -161,20 +161,8 @@ def _read_environment(environment: Mapping[str, str]) -> tuple[int, int, int, in
             f"the environment has {', '.join(present)}, but not {missing}. Start the processes with torchrun, which "
             "sets all of them, or unset them to train in one process"
         )
-    try:
-        rank, size, local_rank = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        local_processes, port = int(environment.get("LOCAL_WORLD_SIZE") or 1), int(environment["MASTER_PORT"])
-    except ValueError as error:
-        names = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT"
-        raise UsageError(f"{names} in the environment should be numbers: {error}") from error
-    if not (0 <= rank < size and local_rank >= 0 and 1 <= local_processes <= size):
-        raise UsageError(
-            f"RANK {rank}, WORLD_SIZE {size}, LOCAL_RANK {local_rank} and LOCAL_WORLD_SIZE {local_processes} in the "
-            "environment are inconsistent"
-        )
-    if not 1 <= port <= 65535:
-        raise UsageError(f"MASTER_PORT {port} in the environment should be a port, 1 to 65535")
-    return rank, size, local_rank, local_processes
+    rank, size, local_rank = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return rank, size, local_rank, int(environment.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def _device(name: str | None, local_rank: int) -> torch.device:

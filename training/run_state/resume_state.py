@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.serialization import get_crc32_options, set_crc32_options
 
 from ...evaluator.arrays import Float32Array
 from ...evaluator.contract import parse_environments
@@ -119,12 +118,8 @@ def write_state(path: Path, net: PreluNet, momentum: Mapping[str, Tensor], progr
         "environments": progress.environments,
     }
     # Via a buffer: writing to a file, torch hides the system's error, so a full disk would look like an internal error.
-    buffer, crcs = io.BytesIO(), get_crc32_options()
-    set_crc32_options(True)  # `read_state` checks them
-    try:
-        torch.save(state, buffer)
-    finally:
-        set_crc32_options(crcs)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)  # with CRCs, which `read_state` checks
     with open_atomically(path) as file:
         file.write(buffer.getbuffer())
 

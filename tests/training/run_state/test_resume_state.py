@@ -82,14 +82,3 @@ def test_a_state_with_damaged_bytes_in_a_tensor_is_refused_and_nothing_is_overwr
         file.seek(largest.header_offset + 2000)
         file.write(b"\x3f" * 4000)  # finite numbers, detected only by the CRC
     refused_untouched(data, folder)
-
-
-def test_a_state_has_checksums_even_if_they_are_turned_off_in_torch(data: Path, tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        train(FINISHED, data, tmp_path / "run")
-        assert not torch.serialization.get_crc32_options()
-    finally:
-        torch.serialization.set_crc32_options(True)
-    with zipfile.ZipFile(tmp_path / "run/state.pt") as file:
-        assert file.testzip() is None
