@@ -5,8 +5,8 @@ Of the images, every second one gives the ranges; the others show the cost. All 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +38,7 @@ from .quantization import LEVELS, activation_scale, quantize_weight
 PROTOCOL = "multi-scale"
 RULE = "largest absolute value on every second image"
 RANGE_DIGITS = 4  # rounded up: more would only reflect a machine's summation order
-ACCEPTED_LOSS = 1.0  # points of top-1 error on the held-out images; a larger loss is reported with its layers
-LAYER_IMAGES = 16  # held-out images on which layers are quantized one by one, at the smallest scale, not mirrored
+ACCEPTED_LOSS = 1.0  # points of top-1 error on the held-out images; a larger loss is a warning
 
 ROUNDINGS = 4  # of `int8_golden`
 # Standard deviation, in levels: float32 holds 127 levels to 1e-5, and a sum of some hundred terms about as well.
@@ -224,8 +223,7 @@ class Int8Cost:
     """What int8 costs on the held-out images, compared with float32.
 
     labeled: whether all images have labels; lost, gained: images that only float32, or only int8, classified right;
-    changed: images with another first answer; layers: layer → mean share of the scores that it moves when it alone is
-    in int8, the most costly first, measured only if the loss is too large.
+    changed: images with another first answer.
     """
 
     images: int
@@ -233,7 +231,6 @@ class Int8Cost:
     lost: int
     gained: int
     changed: int
-    layers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -247,13 +244,8 @@ class Int8Cost:
         return f"{change}{self.changed} other first answers on {self.images} held-out images"
 
 
-def measure_cost(
-    exact: Session, int8: Session, images: CalibrationImages, only: Callable[[str], Session], layers: Sequence[str]
-) -> Int8Cost:
-    """Compare the answers of two sessions on the held-out images.
-
-    only: opens the net with a single layer in int8; called for all `layers` if the loss exceeds ACCEPTED_LOSS.
-    """
+def measure_cost(exact: Session, int8: Session, images: CalibrationImages) -> Int8Cost:
+    """Compare the answers of two sessions on the held-out images."""
     lost = gained = changed = 0
     labeled = all(sample.label != UNLABELLED for sample in images.held_out)
     for sample, image in images.decode(images.held_out, "comparing int8 with fp32"):
@@ -262,16 +254,4 @@ def measure_cost(
         if labeled:
             right_before, right_after = (answer.rank(*sample.labels) == 1 for answer in (before, after))
             lost, gained = lost + (right_before and not right_after), gained + (right_after and not right_before)
-    cost = Int8Cost(len(images.held_out), labeled, lost, gained, changed)
-    if cost.loss <= ACCEPTED_LOSS:
-        return cost
-    view = replace(images.protocol, scales=images.protocol.scales[:1], mirror=False)
-    some = [image for _, image in images.decode(images.held_out[:LAYER_IMAGES], "reading images for single layers")]
-    scores = np.stack([answer.scores for answer in classify_images(exact, some, view)])
-    moved = {}
-    with progress("quantizing one layer at a time", len(layers), "layers") as advance:
-        for layer in layers:
-            found = np.stack([answer.scores for answer in classify_images(only(layer), some, view)])
-            moved[layer] = float(np.abs(found - scores).sum(axis=1).mean() / 2)  # of the total of 1
-            advance(note=layer)
-    return replace(cost, layers=dict(sorted(moved.items(), key=lambda item: -item[1])))
+    return Int8Cost(len(images.held_out), labeled, lost, gained, changed)

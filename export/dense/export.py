@@ -13,7 +13,6 @@ from onnx import checker
 from ...evaluator.contract import Canvas, FilePrecision, ModelContract, Tolerance, golden_image, golden_sizes
 from ...evaluator.datasets import DatasetSpec
 from ...evaluator.engine.load import open_session
-from ...evaluator.engine.session import Session
 from ...evaluator.engine.verify import Deviation
 from ...evaluator.errors import CheckFailed, CheckpointError, UsageError
 from ...evaluator.files import check_not_input, open_atomically, sha256_of
@@ -144,27 +143,14 @@ def _export_int8(
         write_model(written, checkpoint, int8, ranges)
         checker.check_model(written, full_check=True)
         deviations = _checked_parity(written, golden.windows, output, "int8", golden.window_tolerance)
-
-        def only(layer: str) -> Session:
-            path = Path(folder) / f"{layer}.onnx"
-            write_model(path, checkpoint, contract, {layer: ranges[layer]})
-            session = open_session(path, "cpu")
-            path.unlink()
-            return session
-
-        cost = measure_cost(open_session(exact, "cpu"), open_session(written, "cpu"), images, only, list(ranges))
-    return ExportResult(deviations, cost=cost, warnings=_cost_warnings(cost))
-
-
-def _cost_warnings(cost: Int8Cost) -> list[str]:
-    if cost.loss <= ACCEPTED_LOSS:
-        return []
-    layers = ", ".join(f"{layer} ({100 * moved:.2g} %)" for layer, moved in list(cost.layers.items())[:3])
-    return [
-        f"int8 costs this net more than {ACCEPTED_LOSS:g} point: {cost}. The layers that alone move the largest share "
-        f"of the scores: {layers}. Calibrate on more images, or on images closer to those to be classified; check the "
-        "cost with prelunet compare; or export with --precision fp32"
-    ]
+        cost = measure_cost(open_session(exact, "cpu"), open_session(written, "cpu"), images)
+    warnings = []
+    if cost.loss > ACCEPTED_LOSS:
+        warnings.append(
+            f"int8 costs this net more than {ACCEPTED_LOSS:g} point: {cost}. Calibrate on more images, or on images "
+            "closer to those to be classified; check the cost with prelunet compare; or export with --precision fp32"
+        )
+    return ExportResult(deviations, cost=cost, warnings=warnings)
 
 
 def _checked_parity(

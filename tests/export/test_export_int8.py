@@ -371,7 +371,7 @@ def unbalanced_checkpoint() -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
-def test_a_net_that_loses_too_much_is_warned_about_with_the_layer_that_costs_most(
+def test_a_net_that_loses_too_much_is_warned_about(
     tmp_path: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_checkpoint(tmp_path / "net", unbalanced_checkpoint())
@@ -382,7 +382,6 @@ def test_a_net_that_loses_too_much_is_warned_about_with_the_layer_that_costs_mos
     assert "int8 beside fp32: " in printed.out
     assert "other first answers on 6 held-out images" in printed.out
     assert "warning: int8 costs this net more than 1 point" in printed.err
-    assert "the largest share of the scores: conv2 (" in printed.err
 
 
 def test_with_labels_the_cost_counts_the_right_answers_that_are_lost(tmp_path: Path, pictures: Path) -> None:
