@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.metadata
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -253,7 +252,7 @@ def ensure_model_file(
     from .foreign.adopt import adopt
     from .foreign.read_net import read_net
 
-    digest = hashlib.sha256(read_net(net, Path(os.devnull)).SerializeToString(deterministic=True))
+    digest = hashlib.sha256(read_net(net).SerializeToString(deterministic=True))
     classes, options = resolve_options(net, own, report, check=check)
     assert classes is not None
     digest.update(repr((classes.entries, options, importlib.metadata.version("prelunet"))).encode())

@@ -81,10 +81,7 @@ def export_checkpoint(
         raise UsageError(f"--precision int8 --canvas {canvas}: int8 files have no masks. Use --canvas exact")
     checkpoint = read_checkpoint(path)
     unchecked = [f"{path}: {UNCHECKED}"] if checkpoint.unchecked else []
-    try:
-        os.path.realpath(output).encode("utf-8")
-    except UnicodeEncodeError as error:  # onnx and onnxruntime could not open it
-        raise UsageError(f"{os.fspath(output)!a}: the path is not UTF-8. Choose another name or folder") from error
+    os.path.realpath(output).encode("utf-8")  # UnicodeEncodeError for a path that the runtime could not open
     check_not_input(output, [path])
     with open_atomically(output) as file:  # first, so that an unwritable path is refused before the work
         for name, tensor in checkpoint.tensors.items() if precision == "fp16" else ():

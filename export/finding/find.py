@@ -137,7 +137,7 @@ def find_input(  # noqa: PLR0913 - one argument per option
     if log is not None:
         create_folder(Path(log), "--find-log")  # before the images are read
     path = find_net(Path(net))
-    model = read_net(path, Path(os.devnull))  # which is none of its data files
+    model = read_net(path)
     interface = find_interface(path, model, crop=crop, layout=layout, output=net_output)
     gray = interface.channels == 1 or (given is not None and given.channels == "gray")
     first = first_candidate(interface.crop, gray=gray, takes_bytes=interface.takes_bytes)

@@ -112,7 +112,7 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
         os.fspath(name).encode("utf-8")  # UnicodeEncodeError for paths that the runtime could not open
     check_not_input(output, [path])
     with open_atomically(output) as file:  # first, so that an unwritable path is refused before the work
-        net = read_net(path, output)
+        net = read_net(path)
         interface = find_interface(path, net, crop=options.crop, layout=options.layout, output=options.net_output)
         options = _with_channels(path, interface, options)
         _check_preprocessing(path, interface, options)

@@ -15,7 +15,7 @@ from onnx.numpy_helper import to_array
 
 from ...evaluator.engine.runtimes.onnx_metadata import is_model_file
 from ...evaluator.errors import ContractError, UsageError, from_os_error
-from ...evaluator.files import check_not_input, read_regular, require_regular_file
+from ...evaluator.files import read_regular
 from ...training.importing.preprocessing import Layout
 
 # Protobuf's limit for one file, less a margin for the nodes we add.
@@ -77,12 +77,11 @@ class NetInterface:
         return self.output_type == TensorProto.FLOAT16
 
 
-def read_net(path: Path, output: Path) -> ModelProto:
+def read_net(path: Path) -> ModelProto:
     """Read an ONNX file with all its external data.
 
-    output: the file that will be written. Raises UsageError if the net cannot be read or `output` is one of its data
-    files, ContractError if it is not an ONNX model, a data file is missing, it is too large for one file, or its opset
-    is too old for runtimes.
+    Raises UsageError if the net cannot be read, ContractError if it is not an ONNX model, a data file is missing, it is
+    too large for one file, or its opset is too old for runtimes.
     """
     try:
         data = read_regular(path, MAX_BYTES)
@@ -113,10 +112,6 @@ def read_net(path: Path, output: Path) -> ModelProto:
             f"{path}: in training mode: it normalizes with the statistics of each batch. Call eval() on the net and "
             "export it again"
         )
-    external = list(_external_files(path, model))
-    check_not_input(output, external)
-    for file in external:
-        require_regular_file(file)
     size = sum(_bytes_of(path, tensor) for tensor in model.graph.initializer)
     if size > MAX_BYTES:
         raise ContractError(
@@ -166,23 +161,7 @@ def _with_inner(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
                 pending.extend(graph.node)
 
 
-def _external_files(path: Path, model: ModelProto) -> Iterator[Path]:
-    """Yield the external files that hold weights of a net."""
-    graphs = [model.graph]
-    tensors: list[TensorProto] = []
-    for node in all_nodes(model):
-        for attribute in node.attribute:
-            graphs += [attribute.g, *attribute.graphs]
-            tensors += [attribute.t, *attribute.tensors]
-    for tensor in (*tensors, *(tensor for graph in graphs for tensor in graph.initializer)):
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                yield path.parent / entry.value
-
-
 def _bytes_of(path: Path, tensor: TensorProto) -> int:
-    if tensor.data_type == TensorProto.UNDEFINED:
-        return int(np.prod(tensor.dims, dtype=object))
     try:
         itemsize = tensor_dtype_to_np_dtype(tensor.data_type).itemsize
     except KeyError as error:

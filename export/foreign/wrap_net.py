@@ -10,7 +10,6 @@ import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from ...evaluator.contract import ModelContract
-from ...evaluator.errors import ContractError
 from ...training.importing.preprocessing import LUMA, LUMA_UNIT, Preprocessing
 from ..onnx_graph import IR_VERSION, GraphBuilder, build_file, contract_graph
 from .dense import WINDOWS, Head
@@ -52,9 +51,7 @@ def _prepare_graph(graph: GraphProto) -> None:
                 _prepare_graph(inner)
 
 
-def _prefixed(name: str | bytes) -> str:
-    if isinstance(name, bytes):  # protobuf's way to return text that is not UTF-8
-        raise ContractError(f"damaged: a name in the net's graph is not UTF-8: {name!r}. Export the net again")
+def _prefixed(name: str) -> str:
     return PREFIX + name if name else ""  # an omitted input or output has an empty name
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import prelunet.export.dense.export
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.errors import PreluNetError, UsageError
+from prelunet.evaluator.errors import PreluNetError
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.net.checkpoints import write_checkpoint
 from tests.helpers.tiny_nets import tiny_checkpoint
@@ -35,13 +35,6 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(
     with pytest.raises(PreluNetError, match="hoose another path"):
         export_checkpoint(checkpoint, tmp_path / output)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("output", ["\udcff.onnx", "\udcff/net.onnx"])
-def test_a_path_that_is_no_text_is_refused(checkpoint: Path, tmp_path: Path, output: str) -> None:
-    (tmp_path / output).parent.mkdir(exist_ok=True)
-    with pytest.raises(UsageError, match=r"\\udcff.*the path is not UTF-8"):
-        export_checkpoint(checkpoint, tmp_path / output)
 
 
 def test_the_verb_refuses_such_a_path_in_one_line_and_exits_2(

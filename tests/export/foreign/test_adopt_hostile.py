@@ -17,7 +17,6 @@ from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.errors import ContractError, UsageError
 from prelunet.export.dense.export import export_checkpoint
-from prelunet.export.foreign.adopt import AdoptOptions, adopt
 from prelunet.export.foreign.read_net import random_operators
 from prelunet.training.importing.preprocessing import Preprocessing
 from tests.export.foreign.foreign_nets import (
@@ -28,7 +27,6 @@ from tests.export.foreign.foreign_nets import (
     Build,
     NetBuilder,
     adopted,
-    class_list,
     features,
     net,
     photo,
@@ -41,12 +39,11 @@ NUMBERS = ["--mean", "0.5", "--std", "0.2"]
 # --- inputs are not overwritten
 
 
-@pytest.mark.parametrize("target", ["net.onnx", "classes.txt", "weights.bin", "a link", "a hard link"])
+@pytest.mark.parametrize("target", ["net.onnx", "classes.txt", "a link", "a hard link"])
 def test_no_input_file_is_overwritten_even_with_force(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, classes = net(tmp_path), write_classes(tmp_path)
-    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     (tmp_path / "a link").symlink_to("net.onnx")
     os.link(classes, tmp_path / "a hard link")
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
@@ -57,30 +54,12 @@ def test_no_input_file_is_overwritten_even_with_force(
     assert (tmp_path / "a link").is_symlink()
 
 
-@pytest.mark.parametrize("pipe", ["net.onnx", "weights.bin"])
-def test_a_pipe_is_refused_without_waiting(pipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, classes = net(tmp_path), write_classes(tmp_path)
-    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
-    (tmp_path / pipe).unlink()
-    os.mkfifo(tmp_path / pipe)
-    assert run(["adopt", str(path), "--classes", str(classes), "-o", str(tmp_path / "mine.onnx"), *NUMBERS]) == 2
-    assert f"{pipe}: not a regular file, but a pipe" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("place", ["constant", "initializer"])
-def test_external_weights_of_a_branch_are_not_overwritten_either(place: str, tmp_path: Path) -> None:
-    path = net(tmp_path)
-    far = TensorProto(name="far", data_type=1, dims=[2], data_location=TensorProto.EXTERNAL)
-    far.external_data.add(key="location", value="far.bin")
-    (tmp_path / "far.bin").write_bytes(bytes(8))
-    constant = helper.make_node("Constant", [], ["c"], **({"value": far} if place == "constant" else {"value_int": 1}))
-    branch = helper.make_graph([constant], "branch", [], [], [far] if place == "initializer" else [])
-    model = onnx.load(path)
-    model.graph.node.append(helper.make_node("If", ["yes"], ["out"], then_branch=branch, else_branch=branch))
-    onnx.save(model, path)
-    with pytest.raises(UsageError, match=r"far\.bin: is the input itself"):
-        adopt(path, tmp_path / "far.bin", class_list(tmp_path), AdoptOptions(RGB))
-    assert (tmp_path / "far.bin").read_bytes() == bytes(8)
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    classes = write_classes(tmp_path)
+    os.mkfifo(tmp_path / "net.onnx")
+    command = ["adopt", str(tmp_path / "net.onnx"), "--classes", str(classes), "-o", str(tmp_path / "m.onnx"), *NUMBERS]
+    assert run(command) == 2
+    assert "net.onnx: not a regular file, but a pipe" in capsys.readouterr().err
 
 
 def test_export_does_not_replace_its_checkpoint(tmp_path: Path) -> None:

@@ -149,14 +149,6 @@ def test_what_is_no_classifier_of_one_image_size_is_refused_and_an_old_file_stay
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adopted.onnx", "classes.txt", "net.onnx"]
 
 
-def test_a_node_whose_name_is_no_utf_8_is_refused(tmp_path: Path) -> None:
-    model = onnx.load(path := net(tmp_path, features))
-    model.graph.node[0].name = "first node"
-    path.write_bytes(model.SerializeToString().replace(b"first node", b"first\xa0node"))
-    with pytest.raises(ContractError, match=r"name in the net's graph is not UTF-8: b'first"):
-        adopted(tmp_path, path)
-
-
 def two_inputs(model: onnx.ModelProto) -> None:
     model.graph.input.append(helper.make_tensor_value_info("mask", TensorProto.FLOAT, [1]))
 
