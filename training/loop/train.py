@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ...evaluator.architectures import Architecture
-from ...evaluator.datasets.layouts import SHARDS
-from ...evaluator.datasets.open import VALIDATION
 from ...evaluator.engine.runtimes.base import is_out_of_memory
 from ...evaluator.errors import EnvironmentFault, UsageError
 from ...evaluator.json_checks import differences, format_differences
+from ...evaluator.validation.evaluate_model import require_outside_images
 from ..data.splits import Splits, embedded_dataset_path, open_splits
 from ..distributed.base import ParallelMode
 from ..distributed.process_group import (
@@ -68,7 +67,8 @@ def train(
     """
     path = dataset_path or embedded_dataset_path()
     splits = open_splits(path)
-    check_folder_location(run_folder, path)
+    for dataset in (splits.train, splits.val):
+        require_outside_images(run_folder, dataset, "--out")
     with torch_settings(recipe.precision, execution), open_process_group(execution.device) as group:
         if recipe.precision == "tf32" and not device_supports_tf32(group.device):
             raise UsageError(
@@ -104,18 +104,6 @@ def train(
                     own_report(message)
                 errors, best = trainer.run()
     return TrainingResult(run_folder / LAST_FILE, path, errors, best, group.is_first)
-
-
-def check_folder_location(folder: Path, dataset: Path) -> None:
-    """Raise UsageError for a run folder among the class folders, where it would count as a class."""
-    place = folder.resolve()
-    splits = [(dataset / split).resolve() for split in ("train", *VALIDATION)]
-    new = [split for split in splits if place.is_relative_to(split) and place != split]
-    if any(place.parent == split or not (split / place.relative_to(split).parts[0]).is_dir() for split in new):
-        raise UsageError(
-            f"--out {folder}: lies among the class folders of {dataset}, where it would count as a class. Choose a "
-            "folder outside the dataset"
-        )
 
 
 @contextmanager
@@ -192,8 +180,3 @@ def setup_messages(recipe: Recipe, splits: Splits, group: ProcessGroup, parallel
     yield f"crop {recipe.crop}{replaced}, scales {low} to {high}, {learned}"
     if recipe.precision == "bf16" and not device_supports_bf16(group.device):
         yield f"this {group.device.type} does not support bfloat16: torch emulates it, many times slower than fp32"
-    if splits.train.layout.startswith((SHARDS, "parquet")) and all(wnid.isdecimal() for wnid in splits.train.classes):
-        yield (
-            f"the files name the classes {splits.train.classes[0]} to {splits.train.classes[-1]}: "
-            "validation images with other class names (such as ImageNet's wnids) will not match this net"
-        )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from prelunet.evaluator.errors import Interrupted, RunFolderError, UsageError
+from prelunet.evaluator.errors import Interrupted, RunFolderError
 from prelunet.evaluator.files import locked_folder
 from prelunet.training.loop.train import train
 from prelunet.training.loop.trainer import Trainer
@@ -195,9 +195,3 @@ def test_a_folder_with_other_files_is_refused_and_left_unchanged(
         train(RECIPE, data, tmp_path, fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_bytes() == b"precious"
-
-
-def test_a_run_among_the_class_folders_is_refused_before_writing_anything(data: Path) -> None:
-    with pytest.raises(UsageError, match="would count as a class"):
-        train(RECIPE, data, data / "train" / "run")
-    assert not (data / "train" / "run").exists()
