@@ -25,7 +25,7 @@ from ..evaluator.contract import center_scale
 from ..evaluator.errors import UsageError
 from ..evaluator.files import read_toml
 from .net.architecture_file import ARCHITECTURE_HELP, find_architecture
-from .net.initialization import FIRST_LAYERS, RULES, FirstLayer, Initialization, Rule
+from .net.initialization import FirstLayer, Initialization, Rule
 
 RatePolicy = Literal["at", "plateau"]
 MeanKind = Literal["image", "channel"]
@@ -37,8 +37,8 @@ CHOICES: dict[str, tuple[str, ...]] = {  # key → valid values
     "activation": ACTIVATIONS,
     "rate_policy": get_args(RatePolicy),
     "mean": get_args(MeanKind),
-    "init": RULES,
-    "first_layer": FIRST_LAYERS,
+    "init": get_args(Rule),
+    "first_layer": get_args(FirstLayer),
     "precision": get_args(TrainingPrecision),
 }
 _STEPS: dict[str, float] = {"at least": 1, "at most": 10**9}

@@ -2,16 +2,17 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ...evaluator.architectures import ACTIVATIONS, MAX_SIDE, Activation, architecture
+from ...evaluator.architectures import architecture
 from ...evaluator.files import require_new
 from ...evaluator.terminal import echo
-from ..net.architecture_file import ARCHITECTURE_HELP, find_architecture
+from ..net.architecture_file import find_architecture
 from ..net.checkpoints import size_summary
 from ..net.initialization import parse_classes
+from .net_options import ActivationOption, ArchOption, ClassesOption, CropOption, OutputOption
 
 if TYPE_CHECKING:
     from ..importing.import_net import ImportResult
@@ -25,16 +26,9 @@ def import_(
             help="State dict written by torch.save, or a .safetensors file.", metavar="FILE.pt|.safetensors"
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Checkpoint to write.", metavar="CKPT")],
-    arch: Annotated[str, typer.Option(help=ARCHITECTURE_HELP, metavar="NAME|FILE.toml|CKPT")],
-    classes: Annotated[
-        str,
-        typer.Option(
-            help="Number of classes, imagenet-1k, or a file that lists them in the order of the net's outputs: text "
-            "with one class per line (wnid and name, or name), or JSON.",
-            metavar="N|imagenet-1k|FILE",
-        ),
-    ],
+    output: OutputOption,
+    arch: ArchOption,
+    classes: ClassesOption,
     mean: Annotated[
         str,
         typer.Option(
@@ -50,13 +44,8 @@ def import_(
     channels: Annotated[
         Literal["rgb", "bgr"], typer.Option(help="Channel order of the net's input; Caffe uses bgr.")
     ] = "rgb",
-    activation: Annotated[str, typer.Option(help=f"Activation: {', '.join(ACTIVATIONS)}.")] = "prelu",
-    crop: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MAX_SIDE, help="Side of a training crop, in pixels.", show_default="the architecture's"
-        ),
-    ] = None,
+    activation: ActivationOption = "prelu",
+    crop: CropOption = None,
     name_map: Annotated[
         Path | None,
         typer.Option(
@@ -76,7 +65,7 @@ def import_(
     from ..importing.name_map import read_name_map
     from ..net.checkpoints import write_checkpoint
 
-    net = architecture(find_architecture(arch), activation=cast(Activation, activation), crop=crop)
+    net = architecture(find_architecture(arch), activation=activation, crop=crop)
     entries = parse_classes(classes)
     require_new(output, force=force)
     preprocessing, mean_image = parse_preprocessing(mean, std, int(pixel_range), channels, net.crop)
