@@ -42,7 +42,6 @@ from .read_net import (
     count_multiply_adds,
     find_interface,
     opset_of,
-    random_operators,
     read_net,
 )
 from .sidecars import ClassList
@@ -125,7 +124,7 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
                 "QDQ, or adopt it without --dense"
             )
         run = partial(_run_net, path, interface, options.preprocessing, pictures)
-        raw = run(load(), random_operators(net))
+        raw = run(load())
         interface = replace(interface, one_score=len(raw[0]) == 1)
         check_classes(path, classes, len(raw[0]))
         probabilities = are_probabilities(path, options.kind, raw, half=interface.half, form=form)
@@ -137,7 +136,7 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
         }
         tolerance = spread = None
         if form == "qdq":
-            answers["int8"] = _scores_and_logits(np.stack(run(load(quantized=True), [])), floor)
+            answers["int8"] = _scores_and_logits(np.stack(run(load(quantized=True))), floor)
         if form is not None:
             spread = difference(expected, answers["int8"])
             tolerance = int8_tolerance(expected[1], spread)
@@ -248,12 +247,8 @@ def _run_net(
     preprocessing: Preprocessing,
     pictures: Mapping[str, UInt8Array],
     net: RawOnnxModel,
-    random_ops: list[str],
 ) -> list[Float64Array]:
-    """Return the original net's output for each picture, run alone: float64 (K,).
-
-    random_ops: operators of the net that draw random numbers.
-    """
+    """Return the original net's output for each picture, run alone: float64 (K,)."""
 
     def run(name: str, picture: UInt8Array) -> Float64Array:
         output = net.run({interface.input: interface.feed(preprocessing.apply(picture))}, interface.output)
@@ -274,13 +269,12 @@ def _run_net(
 
     rows = [run(*entry) for entry in pictures.items()]
     # Repeat the first runs, with a tolerance: a runtime need not return the same bits twice.
-    tolerance = 0 if random_ops else _REPEAT_TOLERANCE_HALF if interface.half else _REPEAT_TOLERANCE_SINGLE
+    tolerance = _REPEAT_TOLERANCE_HALF if interface.half else _REPEAT_TOLERANCE_SINGLE
     for (name, picture), row in list(zip(pictures.items(), rows, strict=True))[:_REPEATED_IMAGES]:
         difference = float(np.abs(run(name, picture) - row).max())
         if difference > tolerance * np.abs(row).max():
-            why = f"; it draws random numbers ({', '.join(random_ops)})" if random_ops else ""
             raise ContractError(
-                f"{path}: returns different scores for the same image on each run{why}. Export it in evaluation mode "
+                f"{path}: returns different scores for the same image on each run. Export it in evaluation mode "
                 "(dropout off)"
             )
     return rows

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, external_data_helper, helper
 from onnx.helper import tensor_dtype_to_np_dtype
-from onnx.numpy_helper import to_array
 
 from ...evaluator.engine.runtimes.onnx_metadata import is_model_file
 from ...evaluator.errors import ContractError, UsageError, from_os_error
@@ -22,7 +21,6 @@ from ...training.importing.preprocessing import Layout
 MAX_BYTES = 2**31 - 2**24
 OLDEST_OPSET = 7  # the first whose elementwise operators broadcast, and the oldest supported by onnxruntime
 MAX_CROP = 4096  # pixels per side, as for the nets of `prelunet init`
-MAX_BATCH_PIXELS = 2**26  # of one batch, if the file has a fixed batch size: 0.8 GB in float32
 _INPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.UINT8}
 _FLOATS = {"DOUBLE", "BFLOAT16"}  # types that can be converted to an allowed one
 _OUTPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16}
@@ -171,17 +169,6 @@ def _bytes_of(path: Path, tensor: TensorProto) -> int:
     return int(np.prod(tensor.dims, dtype=object)) * itemsize
 
 
-def random_operators(model: ModelProto) -> list[str]:
-    """Return the operators of a net that draw random numbers, sorted."""
-    drawing = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
-    found = {node.op_type for node in all_nodes(model)} & drawing
-    # Since opset 12, Dropout drops only if its third input, training_mode, is true.
-    false = {t.name for t in model.graph.initializer if t.data_type == TensorProto.BOOL and not to_array(t).any()}
-    if any(node.op_type == "Dropout" and {*node.input[2:3]} - {"", *false} for node in all_nodes(model)):
-        found.add("Dropout")
-    return sorted(found)
-
-
 def find_interface(
     path: Path, model: ModelProto, *, crop: int | None, layout: Layout | None, output: str | None
 ) -> NetInterface:
@@ -208,11 +195,6 @@ def find_interface(
     actual_layout, channels = _layout(path, shape, layout)
     sides = shape[2:] if actual_layout == "NCHW" else shape[1:3]
     side = _crop(path, sides, crop)
-    if side**2 * (shape[0] or 1) > MAX_BATCH_PIXELS:
-        raise ContractError(
-            f"{path}: takes {shape[0]} images of {side}x{side} pixels at once, which is too large. Export it "
-            "with a dynamic batch size"
-        )
     scores = _chosen_output(path, model, output)
     output_type, _ = _tensor_of(path, scores, "output", _OUTPUT_TYPES)
     return NetInterface(

@@ -17,7 +17,6 @@ from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.errors import ContractError, UsageError
 from prelunet.export.dense.export import export_checkpoint
-from prelunet.export.foreign.read_net import random_operators
 from prelunet.training.importing.preprocessing import Preprocessing
 from tests.export.foreign.foreign_nets import (
     CLASSES,
@@ -145,11 +144,9 @@ def noisy(scale: float) -> Build:
     return build
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-5, 1e-6])
-def test_a_net_that_draws_random_numbers_is_refused_however_small_they_are(scale: float, tmp_path: Path) -> None:
-    with pytest.raises(
-        ContractError, match=r"different scores for the same image .*random numbers \(RandomNormalLike\)"
-    ):
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
+def test_a_net_that_draws_random_numbers_is_refused(scale: float, tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match=r"different scores for the same image on each run\. Export it in eval"):
         adopted(tmp_path, net(tmp_path, noisy(scale)))
 
 
@@ -161,24 +158,6 @@ def test_a_net_may_hold_random_operators_that_change_nothing(tmp_path: Path) -> 
 
     _, found = adopted(tmp_path, net(tmp_path, silenced))
     assert not found.sequential_reason
-
-
-def test_random_operators_are_found_in_branches_and_functions_and_a_dropout_only_in_training() -> None:
-    draw = helper.make_graph([helper.make_node("Bernoulli", ["x"], ["y"])], "branch", [], [])
-    nodes = [
-        helper.make_node("If", ["c"], ["a"], then_branch=draw),
-        helper.make_node("Dropout", ["a"], ["b"]),
-        helper.make_node("Dropout", ["a", "ratio", ""], ["d"]),
-    ]
-    function = helper.make_function(
-        "f", "F", [], ["r"], [helper.make_node("RandomUniform", [], ["r"], shape=[1])], [helper.make_opsetid("", 18)]
-    )
-    model = helper.make_model(helper.make_graph(nodes, "g", [], []), functions=[function])
-    assert random_operators(model) == ["Bernoulli", "RandomUniform"]
-    model.graph.node[2].input[2] = "training"
-    assert random_operators(model) == ["Bernoulli", "Dropout", "RandomUniform"]
-    model.graph.initializer.append(helper.make_tensor("training", TensorProto.BOOL, [], [False]))
-    assert random_operators(model) == ["Bernoulli", "RandomUniform"]
 
 
 # --- invalid means and standard deviations
@@ -193,10 +172,7 @@ def test_random_operators_are_found_in_branches_and_functions_and_a_dropout_only
         (300.0, 58.0, 255, r"--mean 300,300,300: above 255"),
         (-0.1, 0.2, 1, r"--mean -0\.1.*: below 0"),
         (-5.0, 58.0, 255, r"--mean -5.*: below 0, but pixels range from 0 to 255"),
-        (0.5, 1e300, 1, r"--std 1e\+300.*too large for float32"),
-        (120.0, 1e300, 255, r"--std 1e\+300.*too large for float32"),
-        (0.5, 1e-50, 1, r"--std 1e-50.*too small"),
-        (0.5, 1e-40, 1, r"--std 1e-40.*too small"),
+        (0.5, 0.0, 1, r"--std 0,0,0: should be above 0"),
     ],
 )
 def test_numbers_that_pixels_cannot_have_are_refused(mean: float, std: float, pixel_range: int, message: str) -> None:
@@ -221,8 +197,6 @@ def test_numbers_beyond_half_precision_are_refused_without_a_warning(tmp_path: P
 @pytest.mark.parametrize(
     ("written", "options", "message"),
     [
-        ({"batch": 10**6}, {}, r"takes 1000000 images of 40x40 pixels at once.*Export it with a dynamic batch"),
-        ({"batch": 2**62}, {}, r"images of 40x40 pixels at once"),
         ({"side": 40_000}, {"crop": None}, r"crops of 40000x40000 pixels, but the maximum is 4096"),
         ({"side": "S"}, {"crop": 4097}, r"crops of 4097x4097 pixels"),
     ],
@@ -232,11 +206,6 @@ def test_sizes_beyond_all_memory_are_refused_before_any_attempt(
 ) -> None:
     with pytest.raises(ContractError, match=message):
         adopted(tmp_path, net(tmp_path, **written), **options)
-
-
-def test_a_large_batch_of_small_images_is_none_of_these(tmp_path: Path) -> None:
-    session, _ = adopted(tmp_path, net(tmp_path, batch=256))
-    assert session.contract.crop == CROP
 
 
 @pytest.mark.parametrize(
