@@ -59,7 +59,7 @@ def read_state_dict(path: Path) -> StateDict:
             f"{path}: neither a torch.save file (.pt, .pth) nor a .safetensors file. Save one with {_SAVE}. For an "
             "ONNX file use prelunet adopt"
         )
-    bare, prefix_remarks = _without_prefixes(path, tensors)
+    bare, prefix_remarks = _without_prefixes(tensors)
     return StateDict(bare, ordered, (*remarks, *prefix_remarks))
 
 
@@ -138,7 +138,7 @@ def _state_dict_in(path: Path, loaded: Any) -> tuple[dict[str, Tensor], tuple[st
     return dict(loaded), (f"the state dict was found under '{'.'.join(inside)}'",) if inside else ()
 
 
-def _without_prefixes(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def _without_prefixes(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Remove the prefixes that torch.compile and DistributedDataParallel add to names."""
     remarks = []
     names = {name: ".".join(part for part in name.split(".") if part != "_orig_mod") for name in tensors}
@@ -147,9 +147,4 @@ def _without_prefixes(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[s
     while names and all(name.startswith("module.") for name in names.values()):
         names = {name: bare.removeprefix("module.") for name, bare in names.items()}
         remarks.append("the prefix 'module.' of DistributedDataParallel was removed from the names")
-    bare = {names[name]: tensor for name, tensor in tensors.items()}
-    if len(bare) < len(tensors):
-        raise CheckpointError(
-            f"{path}: contains tensors twice, with and without '_orig_mod.'. Save only one net: {_SAVE}"
-        )
-    return bare, tuple(dict.fromkeys(remarks))
+    return {names[name]: tensor for name, tensor in tensors.items()}, tuple(dict.fromkeys(remarks))

@@ -25,7 +25,6 @@ from ...evaluator.engine.load import open_session
 from ...evaluator.engine.session import Session
 from ...evaluator.errors import ContractError, from_os_error
 from ...evaluator.files import open_regular, sha256_of
-from ...evaluator.json_checks import require_object, require_str
 from ...evaluator.preparation import ANTIALIASED
 from ..net.checkpoints import UNCHECKED, read_checkpoint
 from .slope_trend import slope_trend
@@ -144,15 +143,8 @@ def _inspect_model(path: Path) -> dict[str, Any]:
         raise ContractError(f"{path}: 'prelunet.architecture' lists no layers. {rewrite_hint(str(path))}")
     try:
         recorded = [{key: entry[key] for key in _SLOPE_KEYS} for entry in contract.training.get("slopes") or []]
-        for entry in recorded:
-            require_str(entry["layer"], "layer")
-            if not all(type(entry[key]) in {int, float} for key in _SLOPE_KEYS[1:]):
-                raise ValueError(f"the slopes of {entry['layer']} should be numbers")
-        for key in ("recipe", "dataset", "metrics"):
-            if contract.training.get(key) is not None:
-                require_object(contract.training[key], key)
         slopes = _slopes_and_trend(recorded, net.activation)
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+    except (LookupError, TypeError) as error:
         raise ContractError(
             f"{path}: 'prelunet.training' is malformed ({error!r}). {rewrite_hint(str(path))}"
         ) from error
@@ -328,12 +320,6 @@ def _print_slopes(
         )
     if has_paper:
         console.print("paper: Table 1 of He et al. 2015, model E trained on ImageNet. Every slope starts at 0.25.")
-    else:
-        learned = ", ".join(f"{layer} {values[column]:.3f}" for layer, values in PAPER_SLOPES.items())
-        console.print(
-            f"For comparison, the slopes of model E trained on ImageNet (He et al. 2015, Table 1): {learned}. It "
-            "preserves both signs of edges at conv1 and becomes more nonlinear with depth. Every slope starts at 0.25."
-        )
     if trend is not None:
         paper_trend = slope_trend({layer: values[column] for layer, values in PAPER_SLOPES.items()})
         console.print(escaped(f"Slopes of this net: {trend['text']}."))

@@ -39,10 +39,7 @@ class LayerResponse:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; non-finite numbers become None, since JSON cannot represent them."""
-        return {"layer": self.layer, **{key: _plain(getattr(self, key)) for key in RESPONSE_KEYS[1:]}}
-
-
-RESPONSE_KEYS = tuple(LayerResponse.__dataclass_fields__)
+        return {"layer": self.layer, **{key: _plain(value) for key, value in vars(self).items() if key != "layer"}}
 
 
 def read_layer_log(folder: Path) -> list[dict[str, Any]]:

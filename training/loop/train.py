@@ -75,8 +75,6 @@ def train(
                 f"precision tf32 needs a GPU of NVIDIA's Ampere generation or newer, but the training runs on "
                 f"{group.device}. Use --precision fp32"
             )
-        if execution.cudnn_benchmark and group.device.type == "cpu":
-            raise UsageError("--cudnn-benchmark needs a GPU, but the training runs on cpu. Omit the option")
         recipe = replace(recipe, evaluation_scale=recipe.central_scale)
         classes = [entry.to_json() for entry in splits.classes]
         parent = None if start is None else sha256_of_checkpoint(start)

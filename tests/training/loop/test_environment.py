@@ -100,12 +100,6 @@ def test_tf32_without_a_gpu_is_refused_before_anything_is_written(data: Path, tm
     assert not (tmp_path / "run").exists()
 
 
-def test_timed_algorithms_without_a_gpu_are_refused_before_anything_is_written(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--cudnn-benchmark needs a GPU, .* runs on cpu\. Omit the option"):
-        train(RECIPE, data, tmp_path / "run", execution=Execution(device="cpu", cudnn_benchmark=True))
-    assert not (tmp_path / "run").exists()
-
-
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the names of the operations that torch executes, of the backward pass too."""
 
