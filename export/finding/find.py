@@ -6,9 +6,7 @@ candidate that reproduces them is it.
 
 import hashlib
 import json
-import math
 import os
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +23,6 @@ from ...evaluator.datasets.open import open_from_spec, open_images
 from ...evaluator.errors import ImageError, UsageError, from_os_error
 from ...evaluator.files import create_folder, sha256_of
 from ...evaluator.machine import cores
-from ...evaluator.terminal import report
 from ...training.importing.preprocessing import Layout, Preprocessing
 from ..foreign.adopt import OutputKind, are_probabilities, check_classes, pictures_of
 from ..foreign.quantized import loader
@@ -51,7 +48,6 @@ _STAGES = 24, 96  # images that all answers are tried on first, then those that 
 _EARLY_ERROR = 0.005  # in each of the first stages; the rest of 1 - CONFIDENCE is for the last one
 _ROUNDS = 3  # at most; a question is asked again where what it was asked with is excluded afterwards
 _FIRST_REFERENCES = 2  # on which all answers are tried in all combinations
-_RUNS, _RUNS_WITH_REFERENCES = 25, 500  # for each image, about: most answers end with the first images
 _TOLERATED: dict[Question, float] = {"geometry": TOLERATED, "filter": TOLERATED}
 _SUM_TOLERANCE = 1e-2  # of outputs that are probabilities, as for half precision
 _CONTRASTS = 1 / 2, 2**-0.5, 2**0.5, 2
@@ -173,7 +169,6 @@ def find_input(  # noqa: PLR0913 - one argument per option
     search = _Search(path, measured, len(samples), exact=reference is not None, shorter=dense)
     if given is not None and (given.mean is None) == interface.takes_bytes:
         search.given = candidate_of(given, interface.crop, gray=gray, scale=given_scale)
-    search.announce(first)
     return search.run(first, failed)
 
 
@@ -261,14 +256,6 @@ class _Search:
         self.path, self.measured, self.images, self.exact, self.shorter = path, measured, images, exact, shorter
         self.stages = (*(stage for stage in (() if exact else _STAGES) if stage < images), images)
         self.given: Candidate | None = None
-
-    def announce(self, first: Candidate) -> None:
-        """Say how long the search takes, about."""
-        start = time.monotonic()
-        self.measured.judge(self.measured.once(first), 0)
-        runs = _RUNS_WITH_REFERENCES if self.exact else _RUNS
-        minutes = math.ceil(runs * self.images * (time.monotonic() - start) / 60 / cores())
-        report(f"{self.path.name}: {self.images} images, about {minutes} min on {cores()} cores")
 
     def run(self, first: Candidate, failed: int) -> Found:
         """Start with the best combination, then ask question by question."""

@@ -156,11 +156,6 @@ class Measurements:
         if self.log is not None and self.log.exists():
             self._known = dict(_read(self.log, self.identity))
 
-    def once(self, candidate: Candidate) -> Float64Array:
-        """Decode and resize the first image, and return the net's output for it."""
-        crop = make_views(self.pictures.of(self.samples[0]), candidate.protocol)[0].image
-        return run_net(self.net, self.interface, candidate, crop)
-
     def of(self, candidates: Sequence[Candidate], images: int, what: str) -> Float64Array:
         """Return float64 (candidates, images, values) of the first images. what: for the progress."""
         keys = [_key(each) for each in candidates]
