@@ -137,10 +137,8 @@ def _inspect_model(path: Path) -> dict[str, Any]:
     session = open_session(path, "cpu")
     contract = session.contract
     net = contract.architecture
-    if isinstance(net, OpaqueNet) and "adopted" in contract.training:
-        return _inspect_adopted(path, session)
     if isinstance(net, OpaqueNet):
-        raise ContractError(f"{path}: 'prelunet.architecture' lists no layers. {rewrite_hint(str(path))}")
+        return _inspect_adopted(path, session)
     try:
         recorded = [{key: entry[key] for key in _SLOPE_KEYS} for entry in contract.training.get("slopes") or []]
         slopes = _slopes_and_trend(recorded, net.activation)

@@ -26,15 +26,6 @@ from .layer_log import DEFAULT_IMAGES, LayerResponse
 PIXELS_PER_BATCH = 2**19  # 10 crops of 224: their responses and gradients in model C take about 1.5 GB
 
 
-@dataclass(frozen=True)
-class LayerStatistics:
-    """Measurements of a checkpoint. images: number of images used; refused: file → why it could not be decoded."""
-
-    images: int
-    refused: dict[str, str]
-    layers: tuple[LayerResponse, ...]
-
-
 @dataclass
 class _Sums:
     """Running sums over a layer's responses in float64, whose 53 bits suffice for sums of float32 values."""
@@ -104,7 +95,9 @@ def _responses_and_loss(net: PreluNet, images: Tensor, labels: Tensor) -> tuple[
         net.response_hook = before
 
 
-def measure_checkpoint(checkpoint: Checkpoint, data: DatasetSpec, images: int) -> LayerStatistics:
+def measure_checkpoint(
+    checkpoint: Checkpoint, data: DatasetSpec, images: int
+) -> tuple["SampledViews", tuple[LayerResponse, ...]]:
     """Measure a checkpoint on images of its classes, spread evenly over `data` (over its `val` folder if it has one).
 
     images: maximum number. Raises what `open_from_spec` raises, including DatasetError for labels that are not classes
@@ -124,7 +117,7 @@ def measure_checkpoint(checkpoint: Checkpoint, data: DatasetSpec, images: int) -
     crops = subtract_mean(torch.from_numpy(views.images), checkpoint.mean)
     with progress("measuring", len(views.labels), "images") as advance:
         layers = measure_layers(net, crops, torch.from_numpy(views.labels), advance)
-    return LayerStatistics(len(views.labels), views.refused, layers)
+    return views, layers
 
 
 @dataclass(frozen=True, eq=False)

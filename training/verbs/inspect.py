@@ -108,13 +108,14 @@ def _with_responses(
 
     results = []
     for file, inspection in zip(files, inspections, strict=True):
-        measured = measure_checkpoint(read_checkpoint(file), data, images or DEFAULT_IMAGES)
-        for name, reason in measured.refused.items():
+        views, layers = measure_checkpoint(read_checkpoint(file), data, images or DEFAULT_IMAGES)
+        used, refused = len(views.labels), views.refused
+        for name, reason in refused.items():
             report(f"skipped: {name}: {reason}")
-        if images is not None and measured.images + len(measured.refused) < images:
+        if images is not None and used + len(refused) < images:
             report(f"{data.path}: has fewer than the {images} images requested, so all of them are used")
-        layers = [layer.to_json() for layer in measured.layers]
-        results.append({**inspection, "images": measured.images, "refused": measured.refused, "layers": layers})
+        measured = [layer.to_json() for layer in layers]
+        results.append({**inspection, "images": used, "refused": refused, "layers": measured})
     return results
 
 
