@@ -10,7 +10,7 @@ from PIL import Image
 
 from prelunet.evaluator.arrays import Float32Array
 from prelunet.training.data.image_cache import ImageCache
-from prelunet.training.data.loader import Batch, training_batches
+from prelunet.training.data.loader import Batch, Loader
 from prelunet.training.recipe import Recipe
 
 # demo's trunk at crop 12 has a 3x3 map: the smallest that its pyramid {3, 2, 1} allows
@@ -57,7 +57,7 @@ def write_recipe(path: Path, recipe: Recipe) -> Path:
 
 def build_batch(image_cache: ImageCache, recipe: Recipe, step: int, *, axes: Float32Array | None = None) -> Batch:
     """Return the batch of one step, counted from 0."""
-    return next(training_batches(image_cache, replace(recipe, steps=step + 1), step, axes=axes, workers=0))
+    return next(Loader(image_cache, replace(recipe, steps=step + 1), axes=axes, workers=0).training_batches(step))
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

@@ -32,91 +32,13 @@ class Batch:
     """images: uint8 (N, crop, crop, 3) RGB, mean not yet subtracted; labels: int64 (N,), class indices.
 
     shift: float32 (N, 3), color shift of each image in pixel values of 0-255, added after the mean is subtracted, or
-    None; unreadable: file and reason of images that could not be read, see `training_batches`, `evaluation_batches`.
+    None; unreadable: file and reason of images that could not be read, see `Loader`.
     """
 
     images: UInt8Array
     labels: Int64Array
     shift: Float32Array | None = None
     unreadable: tuple[tuple[str, str], ...] = ()
-
-
-def training_batches(
-    image_cache: ImageCache,
-    recipe: Recipe,
-    first_step: int,
-    *,
-    rows: range | None = None,
-    axes: Float32Array | None = None,
-    workers: int | None = None,
-    pin_memory: bool = False,
-    local_processes: int = 1,
-) -> Iterator[Batch]:
-    """Yield the batches from `first_step` to the end of the recipe, each a function of (seed, step) only.
-
-    rows: the part of each global batch that this process builds, None for all of it; axes: of the color augmentation
-    (`training.data.augmentation`), required if the recipe uses it; workers: number of prefetching workers, 0 for none,
-    None for this process's share of all cores but one, at most 16; pin_memory: whether images are in page-locked
-    memory; local_processes: processes of this run on this machine, which share its cores and shared memory.
-
-    An image that has become unreadable is listed in `unreadable` each time it is due. Another image of the training set
-    substitutes it, drawn from a stream of (seed, epoch, image) and in its own view of this epoch. So a batch is still a
-    function of (seed, step) and the set of unreadable images. Raises DatasetError if MAX_SUBSTITUTES substitutes are
-    unreadable too; EnvironmentFault if a worker process dies.
-    """
-    builder = _BatchBuilder(image_cache, recipe, axes if recipe.color else None)
-    assert builder.axes is not None or not recipe.color, "color augmentation requires axes"
-    own = range(recipe.batch) if rows is None else rows
-    keys: Iterable[list[ViewKey]] = (
-        [*view_keys_of_step(recipe, step, len(image_cache))[own.start : own.stop]]
-        for step in range(first_step, recipe.total_steps)
-    )
-    for images, (labels, shift, unreadable) in builder.build_ahead(
-        keys, len(own), workers, pin_memory=pin_memory, local_processes=local_processes
-    ):
-        for row in unreadable:
-            key, images[row.index] = builder.substitute(row)
-            labels[row.index] = image_cache.samples[key[1]].label
-            if shift is not None:
-                shift[row.index] = builder.shift([key])
-        yield Batch(images, labels, shift, tuple((row.file, row.reason) for row in unreadable))
-
-
-def evaluation_batches(
-    image_cache: ImageCache,
-    recipe: Recipe,
-    size: int,
-    *,
-    part: tuple[int, int] = (0, 1),
-    workers: int | None = None,
-    pin_memory: bool = False,
-    local_processes: int = 1,
-) -> Iterator[Batch]:
-    """Yield the central views of all images in dataset order, up to `size` at a time.
-
-    part: (rank, number of processes); this process yields its share of each size·processes images. All processes yield
-    the same number of batches, of which the last may be empty. Images that have become unreadable are listed in
-    `unreadable` and skipped. workers, pin_memory, local_processes: see `training_batches`.
-    """
-    builder = _BatchBuilder(image_cache, recipe, None)
-    number, processes = part
-
-    def keys() -> Iterator[list[ViewKey]]:
-        for start in range(0, len(image_cache), size * processes):
-            images = range(len(image_cache))[start : start + size * processes]
-            first, end = (len(images) * process // processes for process in (number, number + 1))
-            yield [(None, index) for index in images[first:end]]
-
-    for images, (labels, _, unreadable) in builder.build_ahead(
-        keys(), size, workers, pin_memory=pin_memory, local_processes=local_processes
-    ):
-        readable = np.setdiff1d(np.arange(len(images)), [row.index for row in unreadable])
-        yield Batch(
-            images[readable] if unreadable else images,
-            labels[readable],
-            None,
-            tuple((row.file, row.reason) for row in unreadable),
-        )
 
 
 @dataclass(frozen=True)
@@ -129,40 +51,104 @@ class _UnreadableRow:
     reason: str
 
 
-class _BatchBuilder:
-    """Builder of the batches of a split. axes: of the color augmentation, None if it is off."""
+# Images, and labels, shift and unreadable rows of them.
+_Built = tuple[UInt8Array, tuple[Int64Array, Float32Array | None, list[_UnreadableRow]]]
 
-    def __init__(self, image_cache: ImageCache, recipe: Recipe, axes: Float32Array | None) -> None:
-        self.image_cache, self.recipe, self.axes = image_cache, recipe, axes
 
-    def build_ahead(
+class Loader:
+    """The batches of a split, built ahead of their consumer."""
+
+    def __init__(
         self,
-        keys: Iterable[list[ViewKey]],
-        largest: int,
-        workers: int | None,
+        image_cache: ImageCache,
+        recipe: Recipe,
         *,
-        pin_memory: bool,
-        local_processes: int,
-    ) -> Iterator[tuple[UInt8Array, tuple[Int64Array, Float32Array | None, list[_UnreadableRow]]]]:
-        """Yield images, labels, shift and unreadable rows of each list of keys, in order; largest: its maximum length.
+        axes: Float32Array | None = None,
+        workers: int | None = None,
+        pin_memory: bool = False,
+        local_processes: int = 1,
+    ) -> None:
+        """Create a loader; it starts its workers with the first batch.
+
+        axes: of the color augmentation (`training.data.augmentation`), required to train if the recipe uses it;
+        workers: number of prefetching workers, 0 for none, None for this process's share of all cores but one, at most
+        16; pin_memory: whether images are in page-locked memory; local_processes: processes of this run on this
+        machine, which share its cores and shared memory.
+        """
+        self.image_cache, self.recipe, self.axes = image_cache, recipe, axes if recipe.color else None
+        self.workers = default_workers(local_processes) if workers is None else workers
+        self.pin_memory, self.local_processes = pin_memory, local_processes
+
+    def training_batches(self, first_step: int, rows: range | None = None) -> Iterator[Batch]:
+        """Yield the batches from `first_step` to the end of the recipe, each a function of (seed, step) only.
+
+        rows: the part of each global batch that this process builds, None for all of it.
+
+        An image that has become unreadable is listed in `unreadable` each time it is due. Another image of the training
+        set substitutes it, drawn from a stream of (seed, epoch, image) and in its own view of this epoch. So a batch is
+        still a function of (seed, step) and the set of unreadable images. Raises DatasetError if MAX_SUBSTITUTES
+        substitutes are unreadable too; EnvironmentFault if a worker process dies.
+        """
+        assert self.axes is not None or not self.recipe.color, "color augmentation requires axes"
+        own = range(self.recipe.batch) if rows is None else rows
+        keys: Iterable[list[ViewKey]] = (
+            [*view_keys_of_step(self.recipe, step, len(self.image_cache))[own.start : own.stop]]
+            for step in range(first_step, self.recipe.total_steps)
+        )
+        for images, (labels, shift, unreadable) in self._build_ahead(keys, len(own)):
+            for row in unreadable:
+                key, images[row.index] = self._substitute(row)
+                labels[row.index] = self.image_cache.samples[key[1]].label
+                if shift is not None:
+                    shift[row.index] = self._shift([key])
+            yield Batch(images, labels, shift, tuple((row.file, row.reason) for row in unreadable))
+
+    def evaluation_batches(self, size: int, part: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+        """Yield the central views of all images in dataset order, up to `size` at a time.
+
+        part: (rank, number of processes); this process yields its share of each size·processes images. All processes
+        yield the same number of batches, of which the last may be empty. Images that have become unreadable are listed
+        in `unreadable` and skipped.
+        """
+        number, processes = part
+
+        def keys() -> Iterator[list[ViewKey]]:
+            for start in range(0, len(self.image_cache), size * processes):
+                images = range(len(self.image_cache))[start : start + size * processes]
+                first, end = (len(images) * process // processes for process in (number, number + 1))
+                yield [(None, index) for index in images[first:end]]
+
+        for images, (labels, _, unreadable) in self._build_ahead(keys(), size):
+            readable = np.setdiff1d(np.arange(len(images)), [row.index for row in unreadable])
+            yield Batch(
+                images[readable] if unreadable else images,
+                labels[readable],
+                None,
+                tuple((row.file, row.reason) for row in unreadable),
+            )
+
+    def _build_ahead(self, keys: Iterable[list[ViewKey]], largest: int) -> Iterator[_Built]:
+        """Yield what is built for each list of keys, in order; largest: its maximum length.
 
         Threads build the batches if all images fit into memory, else worker processes do.
         """
-        count = default_workers(local_processes) if workers is None else workers
         requests = ([(key, self.image_cache.samples[key[1]]) for key in some] for some in keys)
-        if count and not self.image_cache.fits_in_memory:
-            build, size = partial(self._build, cached=False), 3 * largest * self.recipe.crop**2
+        if self.workers and not self.image_cache.fits_in_memory:
             yield from map_in_processes(
-                build, requests, count, size, pin_memory=pin_memory, local_processes=local_processes
+                partial(self._build, cached=False),
+                requests,
+                self.workers,
+                3 * largest * self.recipe.crop**2,
+                pin_memory=self.pin_memory,
+                local_processes=self.local_processes,
             )
             return
         build = partial(self._build, cached=True)
-        for images, rest in map_in_threads(build, requests, count) if count else map(build, requests):
-            yield (torch.from_numpy(images).pin_memory().numpy() if pin_memory else images), rest
+        built = map_in_threads(build, requests, self.workers) if self.workers else map(build, requests)
+        for images, rest in built:
+            yield (torch.from_numpy(images).pin_memory().numpy() if self.pin_memory else images), rest
 
-    def _build(
-        self, request: Request, *, cached: bool
-    ) -> tuple[UInt8Array, tuple[Int64Array, Float32Array | None, list[_UnreadableRow]]]:
+    def _build(self, request: Request, *, cached: bool) -> _Built:
         """Build the rows of a request. cached: whether to use the image cache, which worker processes do not share."""
         images = np.zeros((len(request), self.recipe.crop, self.recipe.crop, 3), np.uint8)
         unreadable = []
@@ -173,7 +159,7 @@ class _BatchBuilder:
             except UNREADABLE as error:
                 unreadable.append(_UnreadableRow(index, key, sample.file, str(error)))
         labels = np.array([sample.label for _, sample in request], dtype=np.int64)
-        return images, (labels, self.shift([key for key, _ in request]), unreadable)
+        return images, (labels, self._shift([key for key, _ in request]), unreadable)
 
     def _view(self, image: DecodedImage, key: ViewKey) -> UInt8Array:
         epoch, index = key
@@ -181,14 +167,14 @@ class _BatchBuilder:
             return central_view(image, self.recipe.central_scale, self.recipe.crop)
         return training_view(image, self.recipe, epoch, index)
 
-    def shift(self, keys: list[ViewKey]) -> Float32Array | None:
+    def _shift(self, keys: list[ViewKey]) -> Float32Array | None:
         """Return the color shifts of training views, float32 (len(keys), 3), or None without color augmentation."""
         if self.axes is None:
             return None
         shifts = [color_shift(self.recipe, self.axes, epoch, index) for epoch, index in keys if epoch is not None]
         return np.array(shifts, dtype=np.float32).reshape(-1, 3)
 
-    def substitute(self, row: _UnreadableRow) -> tuple[ViewKey, UInt8Array]:
+    def _substitute(self, row: _UnreadableRow) -> tuple[ViewKey, UInt8Array]:
         """Return key and view of another image for a row of a training batch; see `training_batches`."""
         epoch, index = row.key
         assert epoch is not None, "only training batches get substitutes"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from ...evaluator.terminal import Advance, progress
 from ..data.augmentation import dropout_factors
 from ..data.dataset_statistics import compute_statistics
 from ..data.image_cache import ImageCache
-from ..data.loader import Batch, evaluation_batches, training_batches
+from ..data.loader import Batch, Loader
 from ..data.splits import Splits
 from ..distributed.base import StepOptions, check_batch
 from ..distributed.data_parallel import build_parallel
@@ -79,11 +78,6 @@ class Trainer:
         check_batch(recipe.batch, group, options)
         self.checkpoint_manager = CheckpointManager(folder, recipe, splits, parent_sha256)
         self.logs = RunLogs(folder, events=execution.events, diagnose=execution.diagnose, report=report)
-        self.loader_options: dict[str, Any] = {
-            "workers": execution.workers,
-            "pin_memory": group.device.type == "cuda",
-            "local_processes": group.local_processes,
-        }
         self.note = ""  # shown on the progress line
         self.net = PreluNet(recipe.build_architecture(), len(splits.classes))
         if group.is_first and (reset_folder is not None or not (folder / STATE_FILE).exists()):
@@ -100,14 +94,7 @@ class Trainer:
             changes = [change for change in changes if not change.startswith(("deterministic:", "cudnn_benchmark:"))]
         self.environment_changes = changes
         self.parallel = build_parallel(execution.parallel or "ddp", self.net, group, options)  # may remove parameters
-        groups = parameter_groups(
-            self.net,
-            recipe.weight_decay,
-            decay_biases=recipe.decay_biases,
-            decay_slopes=recipe.decay_slopes,
-            bias_rate=recipe.bias_rate,
-        )
-        self.optimizer = torch.optim.SGD(groups, lr=recipe.rate, momentum=recipe.momentum)
+        self.optimizer = _optimizer(self.net, recipe)
         state.restore(self.net, self.optimizer)
         # Images that were unreadable may have been repaired in the meantime.
         self.unreadable_before, self.progress.unreadable = self.progress.unreadable, {}
@@ -115,8 +102,15 @@ class Trainer:
             self.logs.resume(self.progress.step, evaluated=self.progress.is_evaluated)
             self.checkpoint_manager.repair(self.net, self.progress)
         self.mean = torch.from_numpy(self.progress.mean).to(group.device)
-        self.train_images = ImageCache(splits.train, self.progress.refused["train"])
-        self.val_images = ImageCache(splits.val, self.progress.refused["val"])
+        load = partial(
+            Loader,
+            recipe=self.recipe,
+            workers=execution.workers,
+            pin_memory=group.device.type == "cuda",
+            local_processes=group.local_processes,
+        )
+        self.train_loader = load(ImageCache(splits.train, self.progress.refused["train"]), axes=self.progress.axes)
+        self.val_loader = load(ImageCache(splits.val, self.progress.refused["val"]))
         self.unreadable = UnreadableImages(splits.train, "train/", self.progress.unreadable, report)
         self.unreadable_val = UnreadableImages(splits.val, "val/", {}, report)
 
@@ -164,7 +158,7 @@ class Trainer:
     def _run(self) -> None:
         now, recipe = self.progress, self.recipe
         rows = self.parallel.rows(recipe.batch)
-        batches = training_batches(self.train_images, recipe, now.step, rows=rows, axes=now.axes, **self.loader_options)
+        batches = self.train_loader.training_batches(now.step, rows)
         no_progress: nullcontext[Advance] = nullcontext(lambda _count=1, _note="": None)
         shown = progress("training", recipe.total_steps, "steps", done=now.step) if self.group.is_first else no_progress
         with shown as advance:
@@ -252,7 +246,7 @@ class Trainer:
         part = self.group.rank, self.group.size
         size = max(1, EVALUATION_BATCH // self.group.size)
         self.unreadable_val.reset()
-        for batch in evaluation_batches(self.val_images, self.recipe, size, part=part, **self.loader_options):
+        for batch in self.val_loader.evaluation_batches(size, part):
             logits = self.parallel.logits(self.preprocess(batch)).cpu().numpy()
             if not np.isfinite(logits).all():  # comparisons with NaN are false, so it would count as correct
                 counts[0] = math.nan  # so that all processes notice
@@ -275,7 +269,7 @@ class Trainer:
 
     def _measure_layers(self) -> tuple[LayerResponse, ...]:
         """Measure the layers on images of val/; return () if none of these is readable any more."""
-        views = sample_views(self.val_images, self.recipe.central_scale, self.recipe.crop)
+        views = sample_views(self.val_loader.image_cache, self.recipe.central_scale, self.recipe.crop)
         if not len(views.labels):
             return ()
         labels = torch.from_numpy(views.labels).to(self.group.device)
@@ -330,6 +324,17 @@ def _initial_state(
         classes, shape = splits.classes, mean.shape
         tensors, mean = load_pretrained(start, net, classes, recipe.seed, initialization, shape, report=report)
     return tensors, TrainingProgress(mean, of_train.axes, {"train": of_train.refused, "val": of_val.refused})
+
+
+def _optimizer(net: PreluNet, recipe: Recipe) -> torch.optim.SGD:
+    groups = parameter_groups(
+        net,
+        recipe.weight_decay,
+        decay_biases=recipe.decay_biases,
+        decay_slopes=recipe.decay_slopes,
+        bias_rate=recipe.bias_rate,
+    )
+    return torch.optim.SGD(groups, lr=recipe.rate, momentum=recipe.momentum)
 
 
 # The learning rate: fixed drops, or a drop whenever the error on val/ stops falling.

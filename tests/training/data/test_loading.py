@@ -22,7 +22,7 @@ from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.training.data import loader, worker_processes
 from prelunet.training.data.augmentation import SUBSTITUTE, color_shift, random_stream, training_view, view_keys_of_step
 from prelunet.training.data.image_cache import ImageCache
-from prelunet.training.data.loader import MAX_SUBSTITUTES, Batch, evaluation_batches, training_batches
+from prelunet.training.data.loader import MAX_SUBSTITUTES, Batch, Loader
 from prelunet.training.data.splits import open_splits
 from prelunet.training.data.worker_processes import map_in_processes
 from tests.training.training_folders import RECIPE, build_batch, make_dataset
@@ -68,7 +68,9 @@ def test_a_batch_has_the_views_labels_and_shifts_of_its_keys(image_cache: ImageC
 def test_batches_do_not_depend_on_workers_or_first_step(data: Path, first: int, workers: int, memory: int) -> None:
     dataset = open_splits(data).train
     plain = [build_batch(ImageCache(dataset, {}), COLORFUL, step, axes=AXES) for step in range(COLORFUL.total_steps)]
-    batches = list(training_batches(ImageCache(dataset, {}, memory), COLORFUL, first, axes=AXES, workers=workers))
+    batches = list(
+        Loader(ImageCache(dataset, {}, memory), COLORFUL, axes=AXES, workers=workers).training_batches(first)
+    )
     assert len(batches) == COLORFUL.total_steps - first
     for batch, expected in zip(batches, plain[first:], strict=True):
         assert_equal(batch, expected)
@@ -79,7 +81,7 @@ def test_batches_do_not_depend_on_workers_or_first_step(data: Path, first: int, 
 def test_the_rows_of_a_process_are_those_of_the_global_batch(data: Path, rows: range, memory: int) -> None:
     dataset = open_splits(data).train
     recipe = replace(COLORFUL, steps=2)
-    batches = training_batches(ImageCache(dataset, {}, memory), recipe, 0, rows=rows, axes=AXES, workers=1)
+    batches = Loader(ImageCache(dataset, {}, memory), recipe, axes=AXES, workers=1).training_batches(0, rows)
     for step, batch in enumerate(batches):
         whole = build_batch(ImageCache(dataset, {}), recipe, step, axes=AXES)
         assert whole.shift is not None
@@ -88,18 +90,18 @@ def test_the_rows_of_a_process_are_those_of_the_global_batch(data: Path, rows: r
 
 
 def test_batches_are_the_same_from_archives(data: Path, tmp_path: Path) -> None:
-    expected = list(training_batches(ImageCache(open_splits(data).train, {}), RECIPE, 9, workers=0))
+    expected = list(Loader(ImageCache(open_splits(data).train, {}), RECIPE, workers=0).training_batches(9))
     for kind in ("tar", "zip"):
         path = Path(shutil.make_archive(str(tmp_path / "data"), kind, data))
         image_cache = ImageCache(open_splits(path).train, {}, memory=0)
-        for batch, same in zip(training_batches(image_cache, RECIPE, 9, workers=2), expected, strict=True):
+        for batch, same in zip(Loader(image_cache, RECIPE, workers=2).training_batches(9), expected, strict=True):
             assert_equal(batch, same)
 
 
 @pytest.mark.parametrize("memory", [0, 2**30])
 def test_evaluation_yields_every_image_once_in_dataset_order(data: Path, memory: int) -> None:
     image_cache = ImageCache(open_splits(data).val, {}, memory)
-    batches = list(evaluation_batches(image_cache, RECIPE, size=4, workers=2))
+    batches = list(Loader(image_cache, RECIPE, workers=2).evaluation_batches(4))
     assert [len(batch.labels) for batch in batches] == [4, 4, 1]
     images = np.concatenate([batch.images for batch in batches])
     for index, sample in enumerate(image_cache.samples):
@@ -111,9 +113,8 @@ def test_evaluation_yields_every_image_once_in_dataset_order(data: Path, memory:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_processes_share_an_evaluation_in_equally_many_batches(data: Path, size: int, ranks: int) -> None:
     image_cache = ImageCache(open_splits(data).val, {})
-    of_ranks = [
-        list(evaluation_batches(image_cache, RECIPE, size, part=(rank, ranks), workers=0)) for rank in range(ranks)
-    ]
+    tested = Loader(image_cache, RECIPE, workers=0)
+    of_ranks = [list(tested.evaluation_batches(size, (rank, ranks))) for rank in range(ranks)]
     assert len({len(batches) for batches in of_ranks}) == 1
     found = [batch.images for batches in zip(*of_ranks, strict=True) for batch in batches]
     assert max(map(len, found)) <= size
@@ -149,7 +150,7 @@ def test_an_image_that_becomes_unreadable_is_named_and_substituted(
 ) -> None:
     intact, changed = broken
     named = 0
-    for step, batch in enumerate(training_batches(changed, COLORFUL, 0, axes=AXES, workers=workers)):
+    for step, batch in enumerate(Loader(changed, COLORFUL, axes=AXES, workers=workers).training_batches(0)):
         expected = build_batch(intact, COLORFUL, step, axes=AXES)
         assert batch.shift is not None
         assert expected.shift is not None
@@ -180,7 +181,7 @@ def test_a_dataset_that_has_disappeared_stops_training_with_advice(tmp_path: Pat
         DatasetError,
         match=rf"and {MAX_SUBSTITUTES} other images were readable .* none of them is now \(.*no longer exists",
     ):
-        next(training_batches(image_cache, RECIPE, 0, workers=workers))
+        next(Loader(image_cache, RECIPE, workers=workers).training_batches(0))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -188,7 +189,7 @@ def test_evaluation_skips_and_names_unreadable_images(tmp_path: Path, workers: i
     root = make_dataset(tmp_path)
     image_cache = ImageCache(open_splits(root).val, {}, memory=0)
     (root / "val/dog/001.png").unlink()
-    batches = list(evaluation_batches(image_cache, RECIPE, 4, workers=workers))
+    batches = list(Loader(image_cache, RECIPE, workers=workers).evaluation_batches(4))
     assert [len(batch.images) for batch in batches] == [4, 3, 1]
     assert [len(batch.labels) for batch in batches] == [4, 3, 1]
     assert [file for batch in batches for file, _ in batch.unreadable] == ["dog/001.png"]
@@ -228,8 +229,8 @@ def test_the_processes_of_a_run_divide_the_shared_memory_of_their_machine(
     splits = open_splits(data)
     train, val = ImageCache(splits.train, {}, memory=0), ImageCache(splits.val, {}, memory=0)
     for batch in (
-        next(training_batches(train, RECIPE, 0, workers=1, local_processes=local_processes)),
-        next(evaluation_batches(val, RECIPE, RECIPE.batch, workers=1, local_processes=local_processes)),
+        next(Loader(train, RECIPE, workers=1, local_processes=local_processes).training_batches(0)),
+        next(Loader(val, RECIPE, workers=1, local_processes=local_processes).evaluation_batches(RECIPE.batch)),
     ):
         assert isinstance(batch.images.base, torch.Tensor) is shared  # otherwise it came through a pipe
 
@@ -250,8 +251,9 @@ def test_the_processes_of_a_run_divide_the_cores_of_their_machine_by_default(
     monkeypatch.setattr("prelunet.training.data.image_cache.cores", lambda: cores)
     monkeypatch.setattr(loader, "map_in_processes", noting)
     image_cache = ImageCache(open_splits(data).train, {}, memory=0)
-    assert list(training_batches(image_cache, RECIPE, 0, workers=workers, local_processes=local_processes)) == []
-    assert list(evaluation_batches(image_cache, RECIPE, 4, workers=workers, local_processes=local_processes)) == []
+    tested = Loader(image_cache, RECIPE, workers=workers, local_processes=local_processes)
+    assert list(tested.training_batches(0)) == []
+    assert list(tested.evaluation_batches(4)) == []
     assert started == [expected] * 2
 
 
