@@ -32,19 +32,16 @@ _MAP_HINT = "map the names with a table: --map FILE (docs/importing.md)"
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """The assignment of the file's tensors. source: name in the checkpoint → name in the file."""
-
-    source: Mapping[str, str]
-    method: AssignmentMethod
-
-
-@dataclass(frozen=True)
 class ImportResult:
-    """An imported checkpoint. remarks: messages to the user about conversions."""
+    """An imported checkpoint.
+
+    source: name in the checkpoint → name in the file; method: how they were assigned; remarks: messages to the user
+    about conversions.
+    """
 
     checkpoint: Checkpoint
-    assignment: Assignment
+    source: Mapping[str, str]
+    method: AssignmentMethod
     remarks: tuple[str, ...]
 
 
@@ -70,10 +67,10 @@ def import_net(
     shapes = parameter_shapes(net, len(classes))
     # In some files, a layer's shared slope has no axes.
     tensors = {name: tensor.reshape(1) if tensor.ndim == 0 else tensor for name, tensor in state.tensors.items()}
-    assignment, left_out = _assign(path, StateDict(tensors, state.ordered), shapes, name_map)
-    chosen = {name: tensors[assignment.source[name]] for name in shapes}
+    source, method, left_out = _assign(path, StateDict(tensors, state.ordered), shapes, name_map)
+    chosen = {name: tensors[source[name]] for name in shapes}
     arrays = {name: tensor.detach().to(torch.float32).numpy() for name, tensor in chosen.items()}
-    if bad := [assignment.source[name] for name, array in arrays.items() if not is_finite(array)]:
+    if bad := [source[name] for name, array in arrays.items() if not is_finite(array)]:
         raise CheckpointError(
             f"{path}: values that are not finite in float32, in {', '.join(bad)}: training has diverged, or the file "
             "is damaged. Use an earlier state of the net"
@@ -91,7 +88,7 @@ def import_net(
         remarks.append(f"omitted by the map: {', '.join(left_out)}")
     provenance = {"parent_sha256": sha256_of(path), "environments": []}
     checkpoint = Checkpoint(net, classes, own_mean, arrays, provenance=provenance)
-    return ImportResult(checkpoint, assignment, tuple(remarks))
+    return ImportResult(checkpoint, source, method, tuple(remarks))
 
 
 def read_mean_image(path: Path, crop: int) -> Float32Array:
@@ -137,8 +134,8 @@ def parse_preprocessing(
 
 def _assign(
     path: Path, state: StateDict, shapes: Shapes, name_map: NameMap | None
-) -> tuple[Assignment, tuple[str, ...]]:
-    """Assign the file's tensors to the checkpoint's; also return the names that the map omits.
+) -> tuple[Mapping[str, str], AssignmentMethod, tuple[str, ...]]:
+    """Return name in the checkpoint → name in the file, how they were assigned, and the names that the map omits.
 
     Raises CheckpointError with a list of all faults.
     """
@@ -161,7 +158,7 @@ def _assign(
     if faults:  # all of them, because users write a name map from the list
         head = f"{path}: the tensors do not match the requested net. {fix}. Mismatches:"
         raise CheckpointError("\n  ".join((head, *faults)))
-    return Assignment(source, method), renamed.left_out
+    return source, method, renamed.left_out
 
 
 def _faults_of(

@@ -80,7 +80,7 @@ def _report(file: Path, output: Path, imported: "ImportResult") -> None:
     net, mean = imported.checkpoint.architecture, imported.checkpoint.mean
     of_channels = mean.reshape(-1, 3).mean(axis=0, dtype="f8")
     label = "channel means of the mean image" if mean.ndim == 3 else "mean"
-    source, method = imported.assignment.source, imported.assignment.method
+    source, method = imported.source, imported.method
     assigned = [f"{len(source)} tensors, assigned {method}"]
     if method == "by order":  # the full list, as equal shapes may hide a mistake
         assigned = [

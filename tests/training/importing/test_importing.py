@@ -55,8 +55,8 @@ def test_a_net_with_other_names_gives_the_same_logits_after_import_by_order(file
     foreign = ForeignNet()
     torch.save(foreign.state_dict(), file)
     imported = tiny_import(file)
-    assert imported.assignment.method == "by order"
-    assert imported.assignment.source["conv2.slope"] == "features.4.weight"
+    assert imported.method == "by order"
+    assert imported.source["conv2.slope"] == "features.4.weight"
     expected = logits_of_foreign(foreign, pixels() - np.array([123, 117, 104], np.float32))
     np.testing.assert_array_equal(logits_of(imported.checkpoint, pixels()), expected)  # the same float32 operations
 
@@ -163,7 +163,7 @@ def test_a_map_of_exact_names_and_patterns_assigns_every_tensor(tmp_path: Path) 
     }
     (tmp_path / "map.json").write_text(json.dumps(lines))
     imported = tiny_import(path, name_map=read_name_map(tmp_path / "map.json"))
-    assert imported.assignment.method == "by the map"
+    assert imported.method == "by the map"
     assert "omitted by the map: n_averaged" in imported.remarks
     expected = logits_of_foreign(foreign, pixels() - np.array([123, 117, 104], np.float32))
     np.testing.assert_array_equal(logits_of(imported.checkpoint, pixels()), expected)

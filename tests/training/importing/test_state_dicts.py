@@ -39,7 +39,7 @@ def test_a_state_dict_is_found_where_training_scripts_put_it(file: Path, keys: l
 def test_the_prefixes_of_ddp_and_compile_are_removed_with_a_remark(file: Path, prefix: str) -> None:
     torch.save({prefix + name: tensor for name, tensor in our_names().items()}, file)
     imported = tiny_import(file)
-    assert imported.assignment.method == "by name"
+    assert imported.method == "by name"
     remarks = " ".join(imported.remarks)
     assert ("DistributedDataParallel" in remarks, "torch.compile" in remarks) == (
         "module." in prefix,
@@ -57,7 +57,7 @@ def test_a_safetensors_file_is_read_by_name(tmp_path: Path) -> None:
     path = tmp_path / "net.bin"  # the content decides, not the name
     safetensors.torch.save_file(our_names(), path, {"format": "pt"})
     found = tiny_import(path)
-    assert found.assignment.method == "by name"
+    assert found.method == "by name"
     np.testing.assert_array_equal(found.checkpoint.tensors["fc1.weight"], our_names()["fc1.weight"].numpy())
 
 
