@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...evaluator.errors import UsageError, from_os_error
-from ...evaluator.json_checks import parse_json, require_keys
+from ..run_state.metrics_log import read_log
 from ..run_state.run_folder import DIAGNOSIS_FILE
 
 DEFAULT_IMAGES = 256  # on which layers are measured by default
@@ -45,12 +45,12 @@ class LayerResponse:
 def read_layer_log(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of a run folder's diagnosis.jsonl, at least one: `step`, and `layers` as from `to_json`.
 
-    An incomplete last line is ignored. Raises UsageError if the file is missing or has no complete line, or if a line
-    is damaged.
+    An incomplete last line is ignored. Raises UsageError if the file is missing or has no complete line, RunFolderError
+    if a line is damaged.
     """
     path = folder / DIAGNOSIS_FILE
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        entries = read_log(path)
     except FileNotFoundError as error:
         raise UsageError(
             f"{folder}: no {DIAGNOSIS_FILE}, so there is no history to show. `prelunet train --diagnose` writes it. To "
@@ -58,12 +58,6 @@ def read_layer_log(folder: Path) -> list[dict[str, Any]]:
         ) from error
     except OSError as error:
         raise from_os_error(error) from error
-    entries = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entries.append(require_keys(parse_json(line), "it", {"step", "layers"}))
-        except ValueError as error:
-            raise UsageError(f"{path}: line {number} is damaged ({error}). Remove that line") from error
     if not entries:
         raise UsageError(f"{path}: empty: the run has not been evaluated yet. Try again after an evaluation")
     return entries

@@ -29,6 +29,24 @@ class ErrorRates:
         return f"top-1 error {self.top1_error:.2f} % top-5 error {self.top5_error:.2f} %"
 
 
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a log; an incomplete last one, as after a crash, is ignored.
+
+    Raises RunFolderError for a line that is damaged.
+    """
+    entries = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            entry = require_object(parse_json(line), "it")
+            require_int(entry.get("step"), "step", 0)
+        except ValueError as error:
+            raise RunFolderError(
+                f"{path}: line {number} is damaged ({error}). Remove that line, or start over with --fresh"
+            ) from error
+        entries.append(entry)
+    return entries
+
+
 class MetricsLog:
     """metrics.jsonl: one line per entry, in the order of steps, written immediately."""
 
@@ -42,21 +60,12 @@ class MetricsLog:
         """
         if not self.path.exists():
             return
-        *lines, last = self.path.read_bytes().split(b"\n")
-        if last and not last.startswith(b"{"):  # otherwise empty, or a line truncated by a crash
-            lines.append(last)
-        kept = []
-        for number, line in enumerate(lines, start=1):
-            try:
-                entry = require_object(parse_json(line), "it")
-                at = require_int(entry.get("step"), "step", 0)
-            except ValueError as error:
-                raise RunFolderError(
-                    f"{self.path}: line {number} is damaged ({error}). Remove that line, or start over with --fresh"
-                ) from error
-            if at < step or (at == step and (evaluated or "top1_error" not in entry)):
-                kept.append(line + b"\n")
-        write_atomically(self.path, b"".join(kept))
+        kept = [
+            json.dumps(entry) + "\n"
+            for entry in read_log(self.path)
+            if entry["step"] < step or (entry["step"] == step and (evaluated or "top1_error" not in entry))
+        ]
+        write_atomically(self.path, "".join(kept).encode())
 
     def write(self, entry: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:

@@ -246,11 +246,11 @@ def test_resuming_at_a_damaged_line_names_it(tmp_path: Path) -> None:
         run_logs(tmp_path).resume(5, evaluated=True)
 
 
-@pytest.mark.parametrize(("line", "fault"), [("rubbish", "Expecting value"), ('{"layers": []}', "lacks 'step'")])
+@pytest.mark.parametrize(("line", "fault"), [("rubbish", "Expecting value"), ('{"layers": []}', "step should be")])
 def test_a_damaged_history_is_refused_with_the_line(tmp_path: Path, line: str, fault: str) -> None:
     good = json.dumps({"step": 5, "layers": [layer().to_json()]})
     (tmp_path / "diagnosis.jsonl").write_text(f"{good}\n{line}\n")
-    with pytest.raises(UsageError, match=rf"line 2 is damaged .*{fault}"):
+    with pytest.raises(RunFolderError, match=rf"line 2 is damaged .*{fault}"):
         read_layer_log(tmp_path)
 
 
