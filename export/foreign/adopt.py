@@ -18,7 +18,6 @@ from ...evaluator.arrays import Float64Array, UInt8Array
 from ...evaluator.contract import (
     MAX_CROPS_PER_SIDE,
     ClassEntry,
-    GoldenImage,
     ModelContract,
     Tolerance,
     golden_image,
@@ -147,9 +146,8 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
         head = find_head(path, net, interface) if options.dense else None
         windows = _windows(path, net, interface, head, options.preprocessing, floor) if head is not None else ()
         crop = interface.crop
-        golden: tuple[GoldenImage, ...] = (golden_answer(crop, crop, *(rows[0] for rows in expected)),)
-        if windows:
-            golden = golden_answers(crop, windows)
+        of_crop = golden_answer(crop, crop, *(rows[0] for rows in expected))
+        golden = golden_answers(crop, windows) if windows else (of_crop,)
         contract = replace(_contract(path, net, interface, classes.entries, options, head), golden=golden)
         if form is not None and tolerance is not None:
             contract = in_int8(contract, form, tolerance)

@@ -182,7 +182,7 @@ def _inspect_adopted(path: Path, session: Session) -> dict[str, Any]:
         "interpolation": contract.interpolation,
         "preparation": contract.preparation.to_json(),
         "precision": contract.precision,
-        "adopted": contract.training.get("adopted"),
+        "adopted": contract.training.get("adopted", {}),
         "checkpoint_sha256": contract.checkpoint_sha256,
         "golden_images": len(contract.golden),
     }
@@ -233,10 +233,8 @@ def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
     """Return the rows of the table for an adopted net."""
     crop, cost = inspection["crop"], inspection["multiply_adds"]
     dense, side = inspection["max_side"] > crop, inspection["window"]
-    made, adopted, found = inspection["preparation"], inspection["adopted"], None
-    if isinstance(adopted, dict):
-        found = adopted.get("found")
-        adopted = {key: value for key, value in adopted.items() if key != "found"}
+    made, adopted = inspection["preparation"], dict(inspection["adopted"])
+    found = adopted.pop("found", None)
     resized = {"shorter": "resized", "squash": "squashed", "pad": "padded"}[made["resize"]]
     filtered = f"{inspection['interpolation']}{ANTIALIASED[made['antialias']]}"
     dense_facts = {
@@ -252,8 +250,8 @@ def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
         "classes": _classes_text(inspection["classes"]),
         "multiply-adds": f"{cost:.4g} for one crop" if cost is not None else "unknown",
         "precision": inspection["precision"],
-        "adopted as": _data_text(adopted) if isinstance(adopted, dict) else "not recorded",
-        **({} if found is None else {"found": _data_text(found) if isinstance(found, dict) else str(found)}),
+        "adopted as": _data_text(adopted),
+        **({} if found is None else {"found": _data_text(found)}),
         "net": inspection["checkpoint_sha256"],
         "golden images": str(inspection["golden_images"]),
     }
