@@ -213,6 +213,7 @@ def error_status(error: BaseException) -> ErrorStatus:
 _EXTRA_OF_MODULE = {
     "torch": "train",
     "safetensors": "train",
+    "tensorboard": "train",
     "onnx": "adopt",
     "pyarrow": "parquet",
     "scipy": "report",

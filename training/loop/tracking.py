@@ -3,11 +3,10 @@
 import os
 import time
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...evaluator.errors import EnvironmentFault
+from ...evaluator.errors import import_from_extra
 from ..inspection.layer_log import LayerResponse
 from ..run_state.metrics_log import MetricsLog
 from ..run_state.run_folder import DIAGNOSIS_FILE, EVENTS_FOLDER, METRICS_FILE
@@ -30,7 +29,7 @@ class RunLogs:
         """Create the logs; files are opened by `resume` or the first write.
 
         events: whether to write TensorBoard events; diagnose: whether to log the layers; report: receives a message if
-        events cannot be written. Raises EnvironmentFault if events are requested and TensorBoard is not installed.
+        events cannot be written. Raises MissingExtra if events are requested and TensorBoard is not installed.
         """
         self._metrics = MetricsLog(folder / METRICS_FILE)
         self._layer_log, self._log_layers = MetricsLog(folder / DIAGNOSIS_FILE), diagnose
@@ -74,11 +73,7 @@ class _Events:
     """
 
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
-        if find_spec("tensorboard") is None:
-            raise EnvironmentFault(
-                "TensorBoard is not installed, so its events cannot be written: pip install tensorboard, or train with "
-                "--no-tensorboard"
-            )
+        import_from_extra("tensorboard")  # here, before the first step
         self.first = 0  # step; the reader hides the events of earlier files from it on
         self._folder, self._report = folder, report
         self._file: BinaryIO | None = None
