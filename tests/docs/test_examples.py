@@ -160,7 +160,7 @@ class Page:
                 cwd=self.folder, env=self.forking, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         for _ in range(600):
-            if re.search(r"\bready\b", log.read_text()):
+            if re.search(r"^serving on", log.read_text(), re.MULTILINE):
                 return
             assert self.server.poll() is None, log.read_text()
             time.sleep(0.1)
