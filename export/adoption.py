@@ -245,7 +245,7 @@ def ensure_model_file(
         if own != NetOptions():
             raise UsageError(
                 f"{net}: a model file, which states its classes and preprocessing. Omit the options of adopt, such as "
-                "--preset and --classes, or give the original net"
+                "--preset and --classes (--only-classes selects some), or give the original net"
             )
         return net
     import_from_extra("onnx")

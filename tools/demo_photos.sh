@@ -37,7 +37,7 @@ run prelunet classify "$out/shelf.png" --model "$out/lite0.onnx" --heatmap "$out
 step "5. Evaluate it on 186 photos from shops, among the eight classes they show, and write the report"
 run prelunet evaluate "$out/lite0.onnx" tools/photos/groceries.zip --restrict-classes dataset --heatmaps 100 -o "$out/run"
 
-step "6. Is the central crop alone better or worse? Evaluate it too, and compare image by image"
+step "6. Whole images need not be better: evaluate the central crop, too, and compare image by image"
 run prelunet validate "$out/lite0.onnx" tools/photos/groceries.zip --restrict-classes dataset --protocol center -o "$out/center"
 run prelunet compare "$out/center" "$out/run" --out "$out/compared"
 

@@ -208,14 +208,14 @@ def _flat(images: ImageListing, classes: ClassList, *, listed_only: bool) -> Dat
         raise DatasetError(
             f"{images.place}: {len(images.names):,} images without class folders, and no label file in or next to the "
             "dataset. Pass labels with --labels FILE (a list of names and labels) or --labels DIR (the devkit). "
-            "For a test set without labels, use --no-labels"
+            "For a test set without labels, use validate --no-labels"
         )
     try:
         return _by_file(images, file, classes, listed_only=listed_only)
     except DatasetError as error:
         raise DatasetError(
             f"{error}. This label file was found by its name. Pass another one with --labels. "
-            "For a test set without labels, use --no-labels"
+            "For a test set without labels, use validate --no-labels"
         ) from error
 
 
@@ -287,7 +287,7 @@ def _match_folders(folders: Sequence[str], classes: ClassList, place: str) -> tu
         raise DatasetError(
             f"{place}: {len(unknown)} of {len(folders)} class folders are not among the model's {len(classes.wnids)} "
             f"classes: {format_names(unknown)}. The model's classes start with {format_names(classes.wnids)}. "
-            "Rename the folders to the model's wnids, remove them, select the model's own with --classes, or pass "
+            "Rename the folders to the model's wnids, remove them, select the model's own with --only-classes, or pass "
             "labels with --labels FILE"
         )
     index, kind = classes.resolve_labels({folder: f"{place}/{folder}" for folder in folders})

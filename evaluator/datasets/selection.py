@@ -155,7 +155,7 @@ def restrict(part: Dataset, whole: Dataset, chosen: str | None, classes: Sequenc
         raise DatasetError(
             f"{part.location}: {len(outside):,} of {len(part.samples):,} images are of classes outside {_OPTION} "
             f"{chosen:.80}: {format_names([part.classes[label] for label in others])}. Use {_OPTION} {_OF_DATASET}, or "
-            "leave these images out with --classes"
+            "leave these images out with --only-classes"
         )
     name = chosen if chosen in {*PUBLISHED, _OF_DATASET} else "list"
     return replace(part, restriction={"name": name, "classes": indices})

@@ -117,16 +117,16 @@ def check_comparable(a: Run, b: Run) -> None:
     for run in (a, b):
         require_unsharded(run.info, run.where)
         require_labels(run)
-    if a.info.dataset["fingerprint"] != b.info.dataset["fingerprint"]:
-        raise RunFolderError(
-            f"{a.where} and {b.where} have different images or labels and cannot be compared: "
-            f"{_dataset(a)} and {_dataset(b)}. Validate both models on the same dataset"
-        )
     wnids_a, wnids_b = ([entry.wnid for entry in run.info.classes] for run in (a, b))
     if wnids_a != wnids_b:
         raise RunFolderError(
             f"{a.where} and {b.where} have different class lists: {_first_difference(wnids_a, wnids_b)}. "
             "Compare models of the same classes, in the same order"
+        )
+    if a.info.dataset["fingerprint"] != b.info.dataset["fingerprint"]:
+        raise RunFolderError(
+            f"{a.where} and {b.where} have different images or labels and cannot be compared: "
+            f"{_dataset(a)} and {_dataset(b)}. Validate both models on the same dataset"
         )
     if a.info.candidates != b.info.candidates:
         one, other = (len(run.info.candidates or run.info.classes) for run in (a, b))

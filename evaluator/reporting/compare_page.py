@@ -124,12 +124,17 @@ def protocol_remark(comparison: Comparison) -> str:
     a, b = ({k: v for k, v in comparison[side]["protocol"].items() if k not in of_model} for side in ("a", "b"))
     if a == b:
         return ""
-    if comparison["a"]["model"]["sha256"] == comparison["b"]["model"]["sha256"]:
+    if _net(comparison["a"]) == _net(comparison["b"]):
         same = "A and B are the same model evaluated with different protocols"
         if any(comparison["a"]["circumstances"][key] != comparison["b"]["circumstances"][key] for key in _ARITHMETIC):
             return f"{same}, and with another device or precision. The difference may be due to any of these."
-        return f"{same}. The difference is due to the protocols."
+        return f"{same}. Any difference is due to the protocols."
     return "A and B are different models evaluated with different protocols. The difference may be due to either."
+
+
+def _net(run: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what identifies a run's net, which may be in files for crops and for whole images, and how it sees them."""
+    return run["model"].get("checkpoint_sha256") or run["model"]["sha256"], run["protocol"].get("preparation")
 
 
 def most_changed_classes(comparison: Comparison, key: str, direction: str) -> list[dict[str, Any]]:

@@ -43,11 +43,13 @@ def protocols(
     subject = "Models A, B and C" if model is None else f"{model.name}: {contract.name}"
     echo(f"{subject}, crop {contract.crop} px; an image of {height}x{width} pixels (height x width)\n")
     echo("\n".join(table(costs, with_cost=model is not None)))
-    echo("\nwindows: number averaged. For other scales, write e.g. dense-256-384 or center-240. See docs/protocols.md")
+    low, high = min(contract.default_scales), max(contract.default_scales)
+    others = f"center-{high}" if contract.fixed_size else f"dense-{low}-{high} or center-{high}"
+    echo(f"\nwindows: number averaged. For other scales, write e.g. {others}. See docs/protocols.md")
     if model is None:
         echo("The cost depends on the net; to show it: prelunet protocols --model MODEL.onnx")
     if (contract.crop, contract.default_scales) != (224, default_scales(224)):
-        echo("from: the papers' scales are for crops of 224 pixels; here they are scaled to the model's crop")
+        echo("from: the papers' scales are for crops of 224 pixels; those above are the model's")
     names: dict[str, list[str]] = {}  # reason → the protocols that it rules out
     for cost in costs:
         if cost.refusal is not None:

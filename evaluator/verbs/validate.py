@@ -49,7 +49,11 @@ def validate(
     ],
     classes: Annotated[
         str | None,
-        typer.Option(help="Evaluate only these classes: wnids separated by commas, or a file with one per line."),
+        typer.Option(
+            "--only-classes",
+            "--classes",
+            help="Evaluate only these classes: wnids separated by commas, or a file with one per line.",
+        ),
     ] = None,
     shard: Annotated[
         str | None,

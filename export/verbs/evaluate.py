@@ -1,12 +1,13 @@
 """`prelunet evaluate`: from a net and a folder of images to the report."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ...evaluator.contract import contract_from_metadata
+from ...evaluator.contract import ClassEntry, contract_from_metadata
 from ...evaluator.datasets import DatasetSpec, open_from_spec, parse_class_selection
 from ...evaluator.engine.runtimes.onnx_metadata import read_metadata
 from ...evaluator.engine.session import Placement
@@ -62,15 +63,18 @@ def evaluate(
     As `prelunet adopt`, `validate` and `report` do. The last line names the report.
     """
 
+    def selected(classes: Sequence[ClassEntry]) -> DatasetSpec:
+        chosen = () if only_classes is None else parse_class_selection(only_classes, classes, "--only-classes")
+        return replace(data, classes=chosen)
+
     def check(classes: ClassList) -> None:
         """Refuse a dataset that does not fit before the net is adopted, which may take minutes."""
-        require_outside_images(run or Path("runs"), open_from_spec(data, classes.entries))
+        require_outside_images(run or Path("runs"), open_from_spec(selected(classes.entries), classes.entries))
 
     model = ensure_model_file(net, own, Path("runs") if run is None else run.parent, report, check)
     contract = contract_from_metadata(read_metadata(model), str(model))
     evaluation_protocol = build_protocol(protocol or default_protocol_name(contract), contract, overrides)
-    if only_classes is not None:
-        data = replace(data, classes=parse_class_selection(only_classes, contract.classes, "--only-classes"))
+    data = selected(contract.classes)
     folder = default_run_folder(model, data, evaluation_protocol, overrides) if run is None else run
     sessions = open_for_run(model, folder, placement, gpus, fresh=fresh)
     finished = evaluate_model(

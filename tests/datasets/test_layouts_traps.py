@@ -173,7 +173,7 @@ def test_labels_that_were_found_by_name_and_do_not_fit_point_to_no_labels(tmp_pa
     found = refusal(images)
     assert "labels.txt: 8 labels for 9 images" in found
     assert "This label file was found by its name" in found
-    assert "use --no-labels" in found
+    assert "use validate --no-labels" in found
     assert "--no-labels" not in refusal(images, labels)
 
 

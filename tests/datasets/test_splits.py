@@ -86,7 +86,7 @@ def test_a_test_set_alone_needs_labels_or_the_option_without_them(tmp_path: Path
     data = write_folder(tmp_path / "lone" / "data", {"test/a.png": b"a", "test/b.png": b"b"})
     message = refusal(data)
     assert "data/test: 2 images without class folders, and no label file" in message
-    assert "use --no-labels" in message
+    assert "use validate --no-labels" in message
     assert len(open_from_spec(DatasetSpec(data, no_labels=True), CLASSES).samples) == 2
 
 

@@ -81,7 +81,13 @@ def write_run(
     folder.mkdir(parents=True, exist_ok=True)
     run = {
         "version": 3,
-        "model": {"file": "c.onnx", "sha256": "3f9c" + "0" * 60, "architecture": "C", "activation": "prelu"},
+        "model": {
+            "file": "c.onnx",
+            "sha256": "3f9c" + "0" * 60,
+            "architecture": "C",
+            "activation": "prelu",
+            "checkpoint_sha256": "c" * 64,
+        },
         "classes": list(classes),
         "protocol": MULTI_SCALE,
         "dataset": {

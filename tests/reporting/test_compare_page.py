@@ -329,10 +329,15 @@ def test_runs_of_one_model_file_are_distinguished_by_protocol_or_letter() -> Non
         (
             {},
             {"mirror": False},
-            "the same model evaluated with different protocols. The difference is due to the protocols.",
+            "the same model evaluated with different protocols. Any difference is due to the protocols.",
+        ),
+        (  # as adopted with --dense and without
+            {"sha256": "b" * 64},
+            {"mirror": False},
+            "the same model evaluated with different protocols. Any difference is due to the protocols.",
         ),
         (
-            {"sha256": "b" * 64},
+            {"sha256": "b" * 64, "checkpoint_sha256": "b" * 64},
             {"mirror": False},
             "different models evaluated with different protocols. The difference may be",
         ),

@@ -145,7 +145,7 @@ def test_a_test_set_is_classified_only_with_no_labels_and_points_to_submission(
 ) -> None:
     data = write_folder(tmp_path / "lone" / "test", DATA)
     assert command(data) == 2
-    assert "use --no-labels" in capsys.readouterr().err
+    assert "use validate --no-labels" in capsys.readouterr().err
     assert command(data, "--no-labels") == 0
     printed = capsys.readouterr()
     assert f"{data}: 30 images (unlabelled)" in printed.err

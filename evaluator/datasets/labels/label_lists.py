@@ -69,7 +69,7 @@ def check_positions(labels: int, images: Sequence[str], path: Path) -> None:
     if labels != len(images):
         raise DatasetError(
             f"{path}: {labels:,} labels for {len(images):,} images, so labels cannot be matched to images by position. "
-            "Use all images of the list (with --limit or --classes to select some), or a list of names and labels"
+            "Use all images of the list (with --limit or --only-classes to select some), or a list of names and labels"
         )
     if (orders := orders_of(images)) is not None:
         raise DatasetError(
