@@ -95,7 +95,9 @@ def test_only_the_most_frequent_of_many_suffixes_are_named(tmp_path: Path) -> No
 def test_folders_of_other_classes_are_left_out_where_classes_are_selected(tmp_path: Path) -> None:
     more = {"orange/a.png": PNG, "orange/b.png": PNG, "violet/a.png": PNG}
     folder = write_folder(tmp_path / "data", IMAGES | more)
-    with pytest.raises(DatasetError, match=r"2 of 5 class folders are not among the model's 3 classes.*with --only-classes"):
+    with pytest.raises(
+        DatasetError, match=r"2 of 5 class folders are not among the model's 3 classes.*with --only-classes"
+    ):
         opened(folder)
     dataset = opened(folder, classes=("n00000000", "n00000002"))
     assert labels_of(dataset) == {"red/a.png": 0, "red/b.png": 0, "blue/a.png": 2, "blue/b.png": 2}

@@ -89,7 +89,9 @@ def test_another_net_of_the_same_name_or_other_options_are_another_run(here: Pat
 def test_only_some_classes_of_the_net_are_evaluated_beside_folders_of_others(here: Path) -> None:
     write_folder(here / "data", {"strange/a.png": photo(41, 45, "PNG")})
     assert run(["evaluate", "net.onnx", "data", *STATED]) == 2
-    assert run(["evaluate", "net.onnx", "data", *STATED, "--only-classes", "n00000001,n00000002", "-o", "runs/two"]) == 0
+    assert (
+        run(["evaluate", "net.onnx", "data", *STATED, "--only-classes", "n00000001,n00000002", "-o", "runs/two"]) == 0
+    )
     assert {each.label for each in read_run(here / "runs/two").predictions} == {1, 2}
 
 
