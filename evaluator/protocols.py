@@ -244,7 +244,7 @@ def _check_supported(protocol: EvaluationProtocol, contract: ModelContract) -> N
     if contract.fixed_size:
         raise UsageError(
             f"protocol {protocol.name}: this model takes only crops of {contract.crop}x{contract.crop} pixels and has "
-            "no windows in a larger image. It supports: center, ten-crop. If adopted with --dense, a convnet has windows"
+            "no windows in a larger image. It supports: center, ten-crop. Adopted with --dense, a convnet has windows"
         )
     largest = contract.max_side // protocol.long_side_cap
     if not contract.min_side <= min(protocol.scales) <= max(protocol.scales) <= largest:

@@ -24,7 +24,6 @@ HEAT_MAP_CLASSES = 5
 # Points of a map along the longer side of its image. At scale 480, a 4:3 image has 640 pixels there, so one point every
 # 23; the windows, 224 pixels wide, are 16 apart and hardly differ from their neighbors.
 LONGER_SIDE = 28
-UNCAPPED = 2**31  # as a cap: no image is that elongated
 
 
 def window_centers(contract: ModelContract, count: int) -> Float64Array:

@@ -163,11 +163,16 @@ def add_lanes(session: Session, path: Path) -> None:
     their throughput. All lanes share a second copy of the weights, so files that are large, also by the memory limit,
     have none. path: the session's file.
     """
-    where, lanes = session.placement, min(session.placement.threads or cores(), cores())
-    largest = min(MAX_LANES_BYTES, LANES_SHARE * (where.memory or math.inf))
-    if where.device == "cpu" and lanes > 1 and session.model_bytes <= largest:
+    if lanes := lanes_within(session, session.placement.memory):
         quantized = session.circumstances.precision == "int8"
         session.add_lanes(onnx.load_on_cpu(path, threads=1, quantized=quantized), lanes)
+
+
+def lanes_within(session: Session, memory: int | None) -> int:
+    """Return the number of lanes that `add_lanes` gives a session within a limit of so many bytes, 0 for none."""
+    where, lanes = session.placement, min(session.placement.threads or cores(), cores())
+    largest = min(MAX_LANES_BYTES, LANES_SHARE * (memory or math.inf))
+    return lanes if where.device == "cpu" and lanes > 1 and session.model_bytes <= largest else 0
 
 
 def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool, check: bool) -> Session:

@@ -257,20 +257,30 @@ def base_bytes(device: str) -> int:
     return GPU_BASE_BYTES if RUNTIMES[device].gpu else BASE_BYTES
 
 
-def weights_bytes(session: "Session") -> tuple[int, int]:
-    """Return the bytes of a session's weights: the most while its file is loaded, and afterwards."""
+def weights_bytes(session: "Session", *, lanes: bool = False) -> tuple[int, int]:
+    """Return the bytes of a session's weights: the most while its file is loaded, and afterwards.
+
+    lanes: whether it has them, see `add_lanes`.
+    """
     device, precision = session.placement.device, session.contract.precision
     copy = math.ceil(RUNTIMES[device].weight_copies * _weights_bytes(session.model_bytes, precision, device))
-    of_lanes = copy if session.lanes > 1 else 0
+    of_lanes = copy if lanes else 0
     return loading_bytes(session.model_bytes, precision, device) + of_lanes, copy + of_lanes
 
 
 def largest_batch_bytes(
-    session: "Session", protocol: EvaluationProtocol, rules: BatchRules, *, view: int = 0, pipelines: int = 1
+    session: "Session",
+    protocol: EvaluationProtocol,
+    rules: BatchRules,
+    *,
+    view: int = 0,
+    pipelines: int = 1,
+    lanes: bool = False,
 ) -> int:
     """Return the bytes of the largest batch of a protocol's views, and of the pixels that each pipeline packs ahead.
 
-    view: if given, batches of any other protocol count too, and its views, of up to this many pixels.
+    view: if given, batches of any other protocol count too, and its views, of up to this many pixels; lanes: whether
+    the session has them.
     """
     contract, device, precision = session.contract, session.placement.device, session.circumstances.precision
     batches = [_largest_batch(contract, protocol, rules)]
@@ -279,7 +289,7 @@ def largest_batch_bytes(
         batches += [(rules.max_pixels, rules.max_windows), (view, math.prod(contract.window_grid(side, side)))]
     maps = WORKSPACE_BYTES
     if not RUNTIMES[device].gpu:
-        of_runtimes = 2 if session.lanes > 1 else 1  # each keeps the memory of its largest batch
+        of_runtimes = 2 if lanes else 1  # each keeps the memory of its largest batch
         maps = of_runtimes * max(batch_bytes(contract, *batch, precision, device) for batch in batches)
     return maps + pipelines * PACKED_BATCHES * 3 * max(pixels for pixels, _ in batches)
 

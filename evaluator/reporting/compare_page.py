@@ -133,7 +133,7 @@ def protocol_remark(comparison: Comparison) -> str:
 
 
 def _net(run: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what identifies a run's net, which may be in files for crops and for whole images, and how it sees them."""
+    """Return what identifies a run's net, also in files for crops and for whole images, and what it sees."""
     return run["model"].get("checkpoint_sha256") or run["model"]["sha256"], run["protocol"].get("preparation")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..engine.load import lanes_within
 from ..engine.memory import (
     MemoryEstimate,
     base_bytes,
@@ -32,6 +33,7 @@ from .scheduling.admission import with_reserve
 from .scheduling.executor import worker_threads
 from .scheduling.model import largest_own_view
 
+PARENT_BYTES = 2**27  # of `--memory-limit`, for the parent of several processes
 _COPIES = 2  # of an encoded image: in the queue, and in its message or a decoding process (measured: 1.3)
 
 
@@ -67,12 +69,14 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions, queues: i
     need = _estimate(sessions, options, queues, limit)
     if limit is None or need.total <= limit:
         return need
-    each = f" in each of {options.processes} processes" * (options.processes > 1)
     enough = sufficient_limit(lambda memory: _estimate(sessions, options, queues, memory).total, limit)
-    need = _estimate(sessions, options, queues, enough)
+    need, given, each = _estimate(sessions, options, queues, enough), limit, ""
+    if options.processes > 1:
+        given, enough = (PARENT_BYTES + options.processes * part for part in (limit, enough))
+        each = f" in each of {options.processes} processes"
     raise UsageError(
-        f"--memory-limit {format_bytes(limit)}: serving needs at least {need}{each}. "
-        "Give that, or a smaller --queue-bytes, --arriving-bytes, --max-calls or --max-image-bytes"
+        f"--memory-limit {format_bytes(given)}: serving needs at least {need}{each}. Give {format_bytes(enough)}, or a "
+        "smaller --queue-bytes, --arriving-bytes, --max-calls or --max-image-bytes"
         f"{', or fewer models' * (len(sessions) > 1)}"
     )
 
@@ -102,14 +106,15 @@ def _estimate(sessions: Sequence[Session], options: ServeOptions, queues: int, m
     options = fit_limits(options, memory)
     queue, clients, gpu = options.queue, options.limits, any(session.circumstances.on_gpu for session in sessions)
     protocols = [build_protocol(default_protocol_name(session.contract), session.contract) for session in sessions]
-    weights = [weights_bytes(session) for session in sessions]
+    lanes = [lanes_within(session, memory) > 0 for session in sessions]
+    weights = [weights_bytes(session, lanes=has) for session, has in zip(sessions, lanes, strict=True)]
     threads = queue.decode_threads if gpu else worker_threads()
     models = max(base_bytes(session.placement.device) for session in sessions) + sum(kept for _, kept in weights)
     # `BatchRules` limit batches; `ready_bytes`, and one image of each decoder, the views that wait for them.
     batches = queue.ready_bytes + (2 * threads + 1) * max(map(image_bytes, protocols))
-    for session, protocol in zip(sessions, protocols, strict=True):
+    for session, protocol, has in zip(sessions, protocols, lanes, strict=True):
         view = 0 if session.contract.fixed_size else queue.max_view_pixels or largest_own_view(session.contract)
-        batches += largest_batch_bytes(session, protocol, serving_rules(session, memory), view=view)
+        batches += largest_batch_bytes(session, protocol, serving_rules(session, memory), view=view, lanes=has)
         batches += 8 * with_reserve(queue.max_views) * len(session.contract.classes)  # scores
     # `decode_semaphore` limits the pixels in processes, but for small images. An image that exceeds it is decoded
     # alone: counted without a limit, and with one beyond it, as the help of --memory-limit says.

@@ -118,7 +118,7 @@ class _EvaluatedLine(Struct, forbid_unknown_fields=True):
 def parse_prediction(text: bytes, classes: int, views: int, candidates: Collection[int] | None = None) -> Prediction:
     """Parse one line of a run. classes, views: their numbers in the run; candidates: see `RunInfo.candidates`.
 
-    Strict, because run folders are untrusted. Raises ValueError with the fault.
+    Raises ValueError with the fault.
     """
     data = parse_json(text)
     refused = type(data) is dict and "refused" in data

@@ -19,7 +19,7 @@ def adopt(
     net: Annotated[
         Path,
         typer.Argument(
-            help="ONNX classifier with a fixed input size, or a folder with one and what its makers wrote beside it.",
+            help="ONNX classifier, or a folder with one and what its makers wrote beside it.",
             metavar="NET.onnx|DIR",
         ),
     ],

@@ -20,6 +20,7 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.memory import fit_limits, serving_memory
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions, ServeOptions, ServerLimits
+from prelunet.evaluator.serving.processes.parent import part_of
 from prelunet.evaluator.serving.scheduling.admission import with_reserve
 from tests.helpers.fakes import FakeSession
 from tests.serving.test_serving_process import run, serving
@@ -28,9 +29,10 @@ OPTIONS = ServeOptions((ModelFile("a", Path("a.onnx")),))
 CLIENTS = 6  # more than decode at once
 
 
-def session(mb: int = 2) -> Any:
+def session(mb: int = 2, *, threads: int = 1) -> Any:
+    """Return a session; with several threads it has lanes if its file is small beside the limit."""
     fake = FakeSession()
-    fake.model_bytes = mb * 2**20
+    fake.model_bytes, fake.placement = mb * 2**20, replace(fake.placement, threads=threads)
     return fake
 
 
@@ -88,9 +90,9 @@ def test_the_smallest_limit_for_a_small_model_holds_under_a_burst_of_photos(expo
 
 
 @pytest.mark.parametrize("models", [1, 2, 5])
-@pytest.mark.parametrize("mb", [2, 200])
+@pytest.mark.parametrize("mb", [2, 20, 200])
 def test_the_limit_that_a_refusal_names_is_enough_and_no_lower_one(models: int, mb: int) -> None:
-    sessions = [session(mb)] * models
+    sessions = [session(mb, threads=2)] * models
     with pytest.raises(UsageError) as refused:
         needed(*sessions, limit="100M")
     found = re.search(r"--memory-limit 100M: serving needs at least (\S+) \(models .*\)\. Give", str(refused.value))
@@ -100,6 +102,19 @@ def test_the_limit_that_a_refusal_names_is_enough_and_no_lower_one(models: int, 
     assert needed(*sessions, limit=found[1]).total <= enough
     with pytest.raises(UsageError):
         needed(*sessions, limit=f"{0.99 * enough / 2**20:.2f}M")
+
+
+def test_the_limit_that_a_refusal_names_is_that_of_all_processes() -> None:
+    def need(limit: int) -> int:
+        options = replace(OPTIONS, placement=replace(OPTIONS.placement, memory=limit))
+        return 2 * serving_memory([session()], part_of(options, 2)).total
+
+    with pytest.raises(UsageError) as refused:
+        need(900 * 2**20)
+    found = re.search(r"^--memory-limit 900M: .* in each of 2 processes\. Give (\S+), ", str(refused.value))
+    assert found is not None, refused.value
+    enough = parse_memory(found[1]) or 0
+    assert need(enough) <= enough
 
 
 def test_each_model_adds_its_weights_batch_and_queue_and_nothing_twice() -> None:
@@ -112,9 +127,7 @@ def test_each_model_adds_its_weights_batch_and_queue_and_nothing_twice() -> None
 
 
 def test_lanes_take_a_second_copy_of_the_weights_and_of_the_batch() -> None:
-    lanes = session(50)
-    lanes.lanes = 4
-    one, two = needed(session(50)), needed(lanes)
+    one, two = needed(session(50)), needed(session(50, threads=2))
     assert two.parts["models"] - one.parts["models"] == two.loading - one.loading == 1.5 * 50 * 2**20
     assert two.parts["batches"] > one.parts["batches"]
 

@@ -199,7 +199,7 @@ def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         ("PORT", "x", r"environment variable PRELUNET_SERVE_PORT is 'x': .*integer"),
         ("GRACE", "-1", r"environment variable PRELUNET_SERVE_GRACE is '-1': .*0"),
         ("MAX_CALS", "1", r"variable PRELUNET_SERVE_MAX_CALS: no such option .*MAX_CALLS"),
-        ("SERVICE_HOST", "10.0.0.1", r"SERVE_SERVICE_HOST: no such option .*enableServiceLinks: false"),
+        ("PORT", "tcp://10.0.0.1:50051", r"integer\. Kubernetes sets this .* enableServiceLinks: false"),
     ],
 )
 def test_a_wrong_variable_is_refused_by_its_name(
@@ -207,6 +207,16 @@ def test_a_wrong_variable_is_refused_by_its_name(
 ) -> None:
     monkeypatch.setenv(f"PRELUNET_SERVE_{variable}", value)
     assert re.search(message, refused(capsys, *MODEL))
+
+
+def test_the_variables_that_kubernetes_sets_for_a_service_of_our_name_are_ignored(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for service in ("", "METRICS_", "OTHER_"):
+        for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT_50051_TCP", "PORT_50051_TCP_ADDR"):
+            monkeypatch.setenv(f"PRELUNET_SERVE_{service}{name}", "10.0.0.1")
+        monkeypatch.setenv(f"PRELUNET_SERVE_{service}PORT", "tcp://10.0.0.1:50051")
+    assert served(*MODEL, "--port", "0", "--metrics-port", "0").port == 0
 
 
 def test_a_wrong_flag_is_refused_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:

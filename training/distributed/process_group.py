@@ -161,8 +161,17 @@ def _read_environment(environment: Mapping[str, str]) -> tuple[int, int, int, in
             f"the environment has {', '.join(present)}, but not {missing}. Start the processes with torchrun, which "
             "sets all of them, or unset them to train in one process"
         )
-    rank, size, local_rank = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    return rank, size, local_rank, int(environment.get("LOCAL_WORLD_SIZE") or 1)
+    try:
+        rank, size, local_rank = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        local_processes = int(environment.get("LOCAL_WORLD_SIZE") or 1)
+        if not 0 <= rank < size:  # the others would wait for it
+            raise ValueError(f"RANK is {rank} and WORLD_SIZE {size}")
+    except ValueError as error:
+        raise UsageError(
+            f"the environment has wrong variables of torchrun: {error}. Start the processes with torchrun, or unset "
+            f"{', '.join(_TORCHRUN_VARIABLES)} to train in one process"
+        ) from error
+    return rank, size, local_rank, local_processes
 
 
 def _device(name: str | None, local_rank: int) -> torch.device:

@@ -41,7 +41,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             require_int(entry.get("step"), "step", 0)
         except ValueError as error:
             raise RunFolderError(
-                f"{path}: line {number} is damaged ({error}). Remove that line, or start over with --fresh"
+                f"{path}: line {number} is damaged ({error}). Remove that line, or start over with train --fresh"
             ) from error
         entries.append(entry)
     return entries

@@ -24,6 +24,7 @@ from ...errors import EnvironmentFault, NotReady, PreluNetError, UsageError
 from ...machine import cores
 from ..http.listener import bind
 from ..lifecycle import SHUTDOWN_SIGNALS, ServeResult
+from ..memory import PARENT_BYTES
 from ..network import explain_bind_error, host_port
 from ..options import ServeOptions
 from .link import Link
@@ -31,7 +32,6 @@ from .siblings import Setup
 
 CORES, MAX_PROCESSES = 4, 8  # for each process by default; processes by default at most
 _MEMORY = 2**31  # of `--memory-limit`, for each process by default
-_PARENT_BYTES = 2**27  # that the parent itself takes
 _PAUSE = 2.0  # seconds before another process takes the place of one that has ended
 _METRICS_SECONDS = 2.0  # for the other processes to send their metrics; those that take longer are left out
 _START = "import sys; from prelunet.evaluator.serving.processes.worker import work; work(int(sys.argv[1]))"
@@ -72,7 +72,7 @@ class Parent:
     """Keeps `count` processes running until a signal."""
 
     def __init__(self, options: ServeOptions, count: int, log_format: str, log_level: str) -> None:
-        self._options, self._count, self._log = _part_of(options, count), count, (log_format, log_level)
+        self._options, self._count, self._log = part_of(options, count), count, (log_format, log_level)
         self._ready: dict[int, Link] = {}  # of the processes that serve
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._links: dict[int, Link] = {}
@@ -211,11 +211,11 @@ class Parent:
         return {other: each for other, each in zip(others, found, strict=True) if isinstance(each, list)}
 
 
-def _part_of(options: ServeOptions, count: int) -> ServeOptions:
+def part_of(options: ServeOptions, count: int) -> ServeOptions:
     """Return the options of one of so many processes, with its part of the memory and of the decoding processes."""
     placement, queue = replace(options.placement, spinning=False), options.queue
     if placement.memory is not None:
-        placement = replace(placement, memory=max(1, (placement.memory - _PARENT_BYTES) // count))
+        placement = replace(placement, memory=max(1, (placement.memory - PARENT_BYTES) // count))
     queue = replace(queue, decode_processes=max(2, -(-queue.decode_processes // count)))
     return replace(options, processes=count, placement=placement, queue=queue)
 

@@ -6,6 +6,7 @@ Precedence: command line, environment, file, default. The parser itself implemen
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,9 @@ from ...terminal import echo
 from .shared import VerbCommand
 
 _COMMAND_LINE_ONLY = frozenset({"config", "show_config"})
+# Variables that Kubernetes sets in every pod for a Service whose name begins like ours; not meant for us.
+_KUBERNETES = re.compile(r"(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT_\d+_(TCP|UDP|SCTP)(_.+)?)")
+_SERVICE_LINK_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
 class ConfigurableCommand(VerbCommand):
@@ -44,7 +48,13 @@ class ConfigurableCommand(VerbCommand):
             name = error.param.name if error.param is not None else None
             if name is None or (source := _describe_source(ctx, name)) is None:
                 raise
-            raise UsageError(f"{source}: {error.message.rstrip('.')}") from error
+            text = f"{source}: {error.message.rstrip('.')}"
+            if _SERVICE_LINK_URL.match(os.environ.get(_variable(ctx, name), "")):
+                text += (
+                    ". Kubernetes sets this variable in every pod because of a Service's name: set enableServiceLinks: "
+                    "false in the pod, or rename the Service"
+                )
+            raise UsageError(text) from error
 
 
 def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -121,12 +131,15 @@ def _refuse_unknown_variables(ctx: typer.Context) -> None:
     """Refuse a misspelled variable, which would otherwise be silently ignored."""
     prefix = f"{ctx.auto_envvar_prefix}_"
     names = [str(option.name).upper() for option in ctx.command.params]
-    found = [name.removeprefix(prefix) for name in os.environ if name.startswith(prefix)]
-    if unknown := sorted(set(found).difference(names)):
+    found = {name.removeprefix(prefix): value for name, value in os.environ.items() if name.startswith(prefix)}
+    if unknown := sorted(
+        name
+        for name, value in found.items()
+        if name not in names and not _KUBERNETES.fullmatch(name) and not _SERVICE_LINK_URL.match(value)
+    ):
         raise UsageError(
             f"environment variable {', '.join(prefix + name for name in unknown)}: no such option of this verb. Valid "
-            f"names after {prefix}: {', '.join(names)}. (If Kubernetes set it because of the name of a Service: set "
-            "enableServiceLinks: false in the pod)"
+            f"names after {prefix}: {', '.join(names)}"
         )
 
 

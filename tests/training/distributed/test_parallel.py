@@ -270,6 +270,17 @@ def test_an_incomplete_torchrun_environment_is_refused(monkeypatch: pytest.Monke
         pass
 
 
+@pytest.mark.parametrize(("rank", "size", "fault"), [("5", "2", "RANK is 5 and WORLD_SIZE 2"), ("0", "x", "'x'")])
+def test_a_torchrun_environment_in_which_processes_would_wait_for_others_is_refused(
+    monkeypatch: pytest.MonkeyPatch, rank: str, size: str, fault: str
+) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": "0", **address}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"wrong variables of torchrun: .*{fault}"), open_process_group("cpu"):
+        pass
+
+
 def test_unavailable_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
