@@ -224,14 +224,22 @@ _EXTRA_OF_MODULE = {
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs an extra of prelunet, from its checkout if it came from one (see PEP 610)."""
+    """Return the command that installs an extra of prelunet, from where it was installed (recorded by pip: PEP 610)."""
     from importlib.metadata import distribution  # here: slow to import, and few programs need it
 
-    source = json.loads(distribution("prelunet").read_text("direct_url.json") or "{}")
-    folder = unquote(urlsplit(source.get("url", "")).path)
-    if "dir_info" not in source or not os.path.exists(folder):  # noqa: PTH110 - as in an image built elsewhere
+    recorded = distribution("prelunet").read_text("direct_url.json")
+    if recorded is None:  # from a package index
         return f"pip install 'prelunet[{extra}]'"
-    return f"pip install {'-e ' if source['dir_info'].get('editable') else ''}'{folder}[{extra}]'"
+    source = json.loads(recorded)
+    url, repository = urlsplit(source["url"]), source.get("vcs_info")
+    if url.scheme == "file" and not os.path.exists(unquote(url.path)):  # noqa: PTH110 - as in an image built elsewhere
+        return f"pip install 'prelunet[{extra}]'"
+    if repository is not None:
+        return f"pip install 'prelunet[{extra}] @ {repository['vcs']}+{source['url']}@{repository['commit_id']}'"
+    if "dir_info" not in source:
+        return f"pip install 'prelunet[{extra}] @ {source['url']}'"
+    editable = "-e " if source["dir_info"].get("editable") else ""
+    return f"pip install {editable}'{unquote(url.path)}[{extra}]'"
 
 
 def from_missing_module(error: ModuleNotFoundError) -> MissingExtra | None:

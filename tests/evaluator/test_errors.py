@@ -89,9 +89,12 @@ def test_a_full_disk_is_an_environment_fault_and_a_missing_file_a_usage_error() 
          "pip install -e 'HERE/my checkout[train]'"),
         ({"url": "file://HERE/my%20checkout", "dir_info": {}}, "pip install 'HERE/my checkout[train]'"),
         ({"url": "file:///gone", "dir_info": {}}, "pip install 'prelunet[train]'"),
-        ({"url": "https://b.org/prelunet-9-py3-none-any.whl", "archive_info": {}}, "pip install 'prelunet[train]'"),
+        ({"url": "https://b.org/prelunet", "vcs_info": {"vcs": "git", "commit_id": "1a2b"}},
+         "pip install 'prelunet[train] @ git+https://b.org/prelunet@1a2b'"),
+        ({"url": "https://b.org/prelunet-9-py3-none-any.whl", "archive_info": {}},
+         "pip install 'prelunet[train] @ https://b.org/prelunet-9-py3-none-any.whl'"),
     ],
-    ids=["an index", "an editable checkout", "a checkout", "a folder that is gone", "a wheel"],
+    ids=["an index", "an editable checkout", "a checkout", "a folder that is gone", "a repository", "a wheel"],
 )  # fmt: skip
 def test_a_missing_extra_is_installed_from_where_prelunet_came_from(
     direct_url: dict[str, Any] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
