@@ -1,6 +1,7 @@
 """How results are stored, and the committed ones, read by the code of today."""
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,9 @@ from benchmarks.engine import table as engine_table
 from benchmarks.gpu import table as gpu_table
 from benchmarks.reliability import table as reliability_table
 from benchmarks.serving import table as serving_table
+from tests.helpers.doc_pages import DOCS, name_of
+
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
 
 
 def test_a_commit_is_dirty_when_a_source_differs_but_not_when_a_result_does(
@@ -70,3 +74,23 @@ def test_the_page_of_the_gpu_benchmark_holds_the_committed_results(tmp_path: Pat
     gpu_table.write_into(copy, gpu_table.table(RESULTS / "gpu.json"))
     command = "run: python -m benchmarks.gpu.run --table"
     assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), command
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_a_number_beside_a_link_to_a_result_is_in_that_result(page: Path) -> None:
+    """Decimals of a paragraph with such links, and all numbers of the table that it introduces, as rounded there."""
+    blocks = page.read_text(encoding="utf-8").split("\n\n")
+    for text, following in zip(blocks, [*blocks[1:], ""], strict=True):
+        linked = [(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#]*/results/[^)#]+)\)", text)]
+        if not linked:
+            continue
+        files = {path.with_suffix(".md") if path.with_suffix(".md").exists() else path for path in linked}
+        files |= {path.with_suffix(".json") for path in linked if path.suffix == ".svg"}  # a plot shows all of it
+        measured = [float(number) for file in files for number in _NUMBER.findall(file.read_text(encoding="utf-8"))]
+        plain = [re.sub(r"\]\([^)]*\)|`[^`]*`", "", each) for each in (text, following)]
+        stated = [number for number in _NUMBER.findall(plain[0]) if "." in number]
+        if following.startswith("|") and text.endswith(":"):
+            stated += _NUMBER.findall(plain[1])
+        for number in stated:
+            half = 0.5 * 10.0 ** -len(number.partition(".")[2]) + 1e-9  # what rounding changes
+            assert any(abs(float(number) - each) <= half for each in measured), (number, sorted(files))
