@@ -31,6 +31,7 @@ from ..reporting.html import json_bytes
 from ..terminal import echo, report
 from ..validation.evaluate_model import require_outside_images
 from ..validation.portions import ComparedModel
+from ..validation.run import RUN_FILE
 from .options.derive import Only, derive_options
 from .options.shared import ProtocolOption
 
@@ -131,6 +132,8 @@ def compare(
     for folder in (a, b):
         if folder.is_file():
             raise UsageError(f"{folder}: a file, not the folder of a run. To compare models: --until-decided")
+    if data is not None and (data / RUN_FILE).exists():
+        raise UsageError(f"{data}: a third run; compare two at a time. `prelunet runs DIR` shows all")
     written = write_comparison(a, b, out=out, data=data)
     metrics = [metric] if metric in METRICS else list(METRICS)
     checks = [] if fail_if_worse is None else check_comparison(written.comparison, fail_if_worse, metrics)

@@ -130,6 +130,7 @@ def test_options_that_belong_together(tmp_path: Path, capsys: pytest.CaptureFixt
         ([*words[:3], str(tmp_path), "--until-decided", "--metric", "both"], "needs one error that decides"),
         ([*words[:3], str(tmp_path), "--until-decided"], "a folder, not a model file"),
         (["compare", __file__, words[2]], "a file, not the folder of a run"),
+        ([*words[:3], words[1]], "a third run; compare two at a time"),
     ):
         assert cli.run(words_only) == 2
         assert message in capsys.readouterr().err
