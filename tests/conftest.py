@@ -23,6 +23,7 @@ from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from tests.helpers.discriminating_nets import discriminating_checkpoint
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the servers that tests start would ignore it
 settings.register_profile("default", deadline=None)  # of an example: a busy machine is no failure
 settings.load_profile("default")
 
