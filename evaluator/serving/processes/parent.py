@@ -11,6 +11,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -32,7 +33,7 @@ from .siblings import Setup
 
 CORES, MAX_PROCESSES = 4, 8  # for each process by default; processes by default at most
 _MEMORY = 2**31  # of `--memory-limit`, for each process by default
-_PAUSE = 2.0  # seconds before another process takes the place of one that has ended
+_HEALTHY, _SHORTEST_PAUSE, _LONGEST_PAUSE = 60.0, 1.0, 60.0  # seconds: see `_keep`
 _METRICS_SECONDS = 2.0  # for the other processes to send their metrics; those that take longer are left out
 _START = "import sys; from prelunet.evaluator.serving.processes.worker import work; work(int(sys.argv[1]))"
 
@@ -115,11 +116,15 @@ class Parent:
                     process.send_signal(signal.SIGHUP if again else signal.SIGTERM)
 
     async def _keep(self, number: int) -> ServeResult | PreluNetError:
-        """Keep a process running, and return how the last one ended; at the start an error is the server's."""
-        started = False
+        """Keep a process running, and return how the last one ended; at the start an error is the server's.
+
+        After a process that lived for less than _HEALTHY seconds the next one waits, twice as long each time.
+        """
+        pause, started = _SHORTEST_PAUSE, False
         if number > 1:
             await self._first_ready.wait()
         while not self._stopping.is_set():
+            begun = time.monotonic()
             try:
                 code: int | str = await self._run(number)
             except OSError as error:  # too many processes, or too little memory for one
@@ -131,12 +136,13 @@ class Parent:
                 return ended or ServeResult()
             if not started:
                 return ended or EnvironmentFault(f"process {number} ended with status {code} at its start: see its log")
+            pause = _SHORTEST_PAUSE if time.monotonic() - begun > _HEALTHY else min(2 * pause, _LONGEST_PAUSE)
             reason = ended.lost if isinstance(ended, ServeResult) else ended
             log.error(
-                "process %d has ended, and another one starts in %g s: %s", number, _PAUSE, reason or f"status {code}"
+                "process %d has ended, and another one starts in %g s: %s", number, pause, reason or f"status {code}"
             )
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), _PAUSE)
+                await asyncio.wait_for(self._stopping.wait(), pause)
         return ServeResult()
 
     async def _run(self, number: int) -> int:
@@ -191,7 +197,7 @@ class Parent:
         """
         async with self._changing:
             if len(self._ready) < self._count:
-                raise NotReady("a process of this server is starting; try again in a few seconds", _PAUSE)
+                raise NotReady("a process of this server is starting; try again in a few seconds", 2.0)
             await self._ready[number].call("change", change, model)
             others = {other: link for other, link in self._ready.items() if other != number}
             calls = [link.call("change", change, model) for link in others.values()]
