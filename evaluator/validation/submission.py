@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
+from ..datasets.labels.label_lists import orders_of
 from ..errors import RunFolderError, UsageError
 from ..files import open_atomically
 from ..terminal import escape_unprintable
@@ -16,6 +17,7 @@ from .predictions import Prediction
 from .run import Run, require_unsharded
 
 GUESSES = 5  # per image
+DEVKIT_IDS = 1000
 PLACEHOLDER = (1, 2, 3, 4, 5)  # ids for a refused image; constant, so they are recognizable as no prediction
 
 
@@ -24,12 +26,14 @@ def write_submission(
     devkit_ids: Mapping[str, int],
     path: Path,
     *,
+    ids_from: Path | None = None,
     allow_refused: bool = False,
 ) -> int:
     """Write the five best classes of every image of a run. Return the number of images with placeholders.
 
-    devkit_ids: wnid → devkit id; allow_refused: write PLACEHOLDER for images that the run refused. The format requires
-    a line for each image, and these images count as errors, as they should.
+    devkit_ids: wnid → devkit id; ids_from: the file or folder they were read from, for messages; allow_refused: write
+    PLACEHOLDER for images that the run refused. The format requires a line for each image, and these images count as
+    errors, as they should.
     Raises RunFolderError when the run does not cover the whole dataset or has refused images, UsageError when a class
     has no devkit id of its own.
     """
@@ -39,7 +43,7 @@ def write_submission(
             f"{run.where}: covers only part of the dataset ({selection}). The server requires every image of the set: "
             "validate without a selection"
         )
-    ids = _ids_of_classes(run, devkit_ids)
+    ids = _ids_of_classes(run, devkit_ids, ids_from)
     lines = sorted(run.predictions, key=_base_name)
     for one, other in pairwise(lines):
         if _base_name(one) == _base_name(other):
@@ -48,6 +52,11 @@ def write_submission(
                 "name, so their order is undefined. A submission needs distinct names, such as "
                 "ILSVRC2012_test_00000001.JPEG"
             )
+    if (orders := orders_of(list(map(_base_name, lines)))) is not None:
+        raise RunFolderError(
+            f"{run.folder}: line i is about the i-th image, but the order of the images is not clear: {orders}. A "
+            "submission needs names with leading zeros, such as ILSVRC2012_test_00000001.JPEG"
+        )
     refused = [line for line in lines if line.refused is not None]
     if refused and not allow_refused:
         first = escape_unprintable(f"{refused[0].file}: {refused[0].refused}")
@@ -63,7 +72,7 @@ def write_submission(
     return len(refused)
 
 
-def _ids_of_classes(run: Run, devkit_ids: Mapping[str, int]) -> list[int]:
+def _ids_of_classes(run: Run, devkit_ids: Mapping[str, int], ids_from: Path | None) -> list[int]:
     """Return the devkit id of each class index."""
     classes = run.info.classes
     if (count := len(run.info.candidates or classes)) < GUESSES:
@@ -77,6 +86,16 @@ def _ids_of_classes(run: Run, devkit_ids: Mapping[str, int]) -> list[int]:
             f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). Use a model with ImageNet's classes, or "
             "pass the matching development kit with --devkit"
         )
+    where, fix = ids_from or "the devkit's ids", "Pass the development kit of ILSVRC2012 with --devkit"
+    wnid_of: dict[int, str] = {}
+    for entry in classes:
+        devkit_id = devkit_ids[entry.wnid]
+        if not 1 <= devkit_id <= DEVKIT_IDS:
+            raise UsageError(
+                f"{where}: gives {entry.wnid} the id {devkit_id}, but the server's ids are 1 to {DEVKIT_IDS}. {fix}"
+            )
+        if (other := wnid_of.setdefault(devkit_id, entry.wnid)) != entry.wnid:
+            raise UsageError(f"{where}: gives {other} and {entry.wnid} the same id, {devkit_id}. {fix}")
     return [devkit_ids[entry.wnid] for entry in classes]
 
 

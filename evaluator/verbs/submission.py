@@ -34,7 +34,7 @@ def submission(
     check_not_input(out, [devkit])
     finished = read_run(run)
     ids = read_devkit_ids(devkit, [entry.wnid for entry in finished.info.classes])
-    refused = write_submission(finished, ids, out, allow_refused=allow_refused)
+    refused = write_submission(finished, ids, out, ids_from=devkit, allow_refused=allow_refused)
     if refused:
         report(
             f"warning: {refused:,} images were refused and have the line '{' '.join(map(str, PLACEHOLDER))}'; "

@@ -81,6 +81,15 @@ def test_images_of_the_same_name_in_two_folders_are_refused(tmp_path: Path, out:
     assert not out.exists()
 
 
+def test_names_without_leading_zeros_have_no_clear_order_and_are_refused(tmp_path: Path, out: Path) -> None:
+    files = ["a/test1.png", "a/test10.png", "a/test2.png"]
+    run = read_run(write_scored_run(tmp_path / "run", random_scores(0, 3), [None] * 3, files=files, classes=CLASSES))
+    with pytest.raises(
+        RunFolderError, match=r"as text test1\.png, test10\.png, test2\.png, but by number test1\.png, t"
+    ):
+        write_submission(run, IDS, out)
+
+
 def test_a_class_without_a_devkit_id_is_refused_with_its_wnid(tmp_path: Path, out: Path) -> None:
     run = read_run(scored_run(tmp_path / "run"))
     for unknown in (CLASSES[:1], CLASSES[2:]):
@@ -111,6 +120,18 @@ def test_a_part_of_the_dataset_is_no_submission(tmp_path: Path, out: Path) -> No
     changed_info(folder, "shard", value={"number": 1, "of": 1})
     with pytest.raises(RunFolderError, match=r"run: shard 1 of 1, not a complete run.*prelunet merge"):
         write_submission(read_run(folder), IDS, out)
+
+
+@pytest.mark.parametrize(("strange", "fault"), [(1001, "id 1001, but"), (0, "id 0, but"), (3, "same id, 3")])
+def test_ids_out_of_range_or_duplicate_are_refused_with_their_file_and_an_old_file_stays(
+    tmp_path: Path, out: Path, strange: int, fault: str
+) -> None:
+    run = read_run(scored_run(tmp_path / "run"))
+    out.write_bytes(b"old")
+    ids = {**IDS, CLASSES[6]["wnid"]: strange}
+    with pytest.raises(UsageError, match=rf"ids\.txt: gives .*n06440764 the {fault}"):
+        write_submission(run, ids, out, ids_from=tmp_path / "ids.txt")
+    assert out.read_bytes() == b"old"
 
 
 def test_the_devkits_table_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
