@@ -93,7 +93,7 @@ class Placement:
     gpu: int = 0
     memory: int | None = option(
         None,
-        "Limit of main memory, e.g. 4G or 900M, of all processes together; a single very large image may exceed it.",
+        "Limit of main memory, e.g. 4G or 900M; a single very large image may exceed it.",
         flag="memory-limit",
         metavar="SIZE",
         default="no limit, tuned for speed",
