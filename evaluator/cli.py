@@ -184,7 +184,7 @@ def run(arguments: list[str] | None = None) -> int:
         return _fail(from_os_error(error))
     except MemoryError:
         return _fail(EnvironmentFault("out of memory. Close other programs, or use a machine with more memory"))
-    except UnicodeEncodeError as error:  # an argument that is not UTF-8 but would be sent to a server
+    except UnicodeEncodeError as error:  # a path or argument that is not UTF-8, which no runtime and no server takes
         return _fail(UsageError(f"{error.object[:80]!a}: cannot be encoded as {error.encoding}. Use plain text"))
     except Exception as error:
         if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # an error of the parser
