@@ -110,7 +110,7 @@ def test_a_damaged_or_closed_pillow_image_is_refused() -> None:
             lambda folder: str(folder / "gone.jpg"),
             "gone.jpg: cannot be read .No such file or directory.. Give the path",
         ),
-        (lambda folder: "nul\0", "cannot be read .embedded null byte"),
+        (lambda folder: "nul\0", "cannot be read .*embedded null"),
         (lambda folder: "x" * 10**6, "^x{100}…x{99}: cannot be read .File name too long"),
     ],
     ids=["folder", "missing", "NUL", "long"],

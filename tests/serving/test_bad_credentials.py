@@ -181,6 +181,23 @@ def test_a_server_with_client_authorities_accepts_only_certificates_of_theirs(mu
     assert calls_with(mutual, "client") == ["OK", "200"]
 
 
+def test_both_ports_accept_a_client_authority_without_key_usage_as_of_python_3_13(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = ssl.create_default_context
+
+    def strict(purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH, **files: Path) -> ssl.SSLContext:
+        context = create(purpose, **files)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", strict)
+    options = replace(tls_options(tmp_path), tls_client_ca=TLS / "plain-ca.pem")
+    with running_server(http=ON, certificates=Certificates(options, Metrics()), six=FakeSession()) as server:
+        assert calls_with(server, "plain-client") == ["OK", "200"]
+        assert calls_with(server, "client")[0] == "UNAVAILABLE"
+
+
 # Files that a server reads, at its start and again when they change.
 
 SPOILED: Mapping[str, Callable[[Path], object]] = {

@@ -13,9 +13,9 @@ issue() {
   openssl req -new -key "$name.key" -subj "/CN=prelunet test $name" -out "$work/$name.csr"
   if [ "$name" = "$ca" ]; then signer=(-selfsign -keyfile "$name.key"); else signer=(-cert "$ca.pem" -keyfile "$ca.key"); fi
   if [ -n "$alternatives" ]; then
-    echo "subjectAltName = $alternatives" >"$work/extensions"
+    printf 'subjectAltName = %s\nauthorityKeyIdentifier = keyid\n' "$alternatives" >"$work/extensions"
   else
-    echo "basicConstraints = critical, CA:TRUE" >"$work/extensions"
+    printf 'basicConstraints = critical, CA:TRUE\nkeyUsage = critical, keyCertSign\nsubjectKeyIdentifier = hash\n' >"$work/extensions"
   fi
   : >"$work/index"
   printf '[ca]\ndefault_ca = a\n[a]\ndatabase = %s\nnew_certs_dir = %s\nrand_serial = yes\npolicy = p\ndefault_md = sha256\n[p]\ncommonName = supplied\n' \
@@ -34,5 +34,9 @@ issue other-host ca DNS:example.org
 issue self-signed self-signed DNS:localhost,IP:127.0.0.1
 issue client ca DNS:client
 issue other-client other-ca DNS:client
+# An authority without key usage, as this command makes them; a strict check requires it.
+openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout plain-ca.key -out plain-ca.pem -days 27000 \
+  -subj "/CN=prelunet test plain-ca" 2>/dev/null
+issue plain-client plain-ca DNS:client
 openssl req -x509 -newkey ed25519 -nodes -keyout ed25519.key -out ed25519.pem -days 27000 -subj /CN=localhost 2>/dev/null
 openssl pkey -in server.key -aes256 -passout pass:secret -out encrypted.key

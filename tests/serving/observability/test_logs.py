@@ -258,7 +258,7 @@ logging.getLogger("onnxruntime").warning("of a library")
 logging.getLogger("grpc._cython.cygrpc").error("Invalid encoding on %s", b"\\xff")
 logging.getLogger("grpc._cython.cygrpc").error("Unexpected [UnicodeDecodeError] raised by servicer method [/\xff]")
 logging.getLogger("grpc._cython.cygrpc").error("a mistake of gRPC's")
-warnings.warn("first line\\nsecond line")
+warnings.warn("\\n".join(["first line", "second " "line"]))  # Python 3.13 quotes this line, too
 """
 
 
