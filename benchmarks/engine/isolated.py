@@ -56,7 +56,7 @@ def competitor(task: Mapping[str, Any]) -> Json:
 
 
 def _peak_mb() -> int:
-    from prelunet.evaluator.profiling.profile import peak_memory
+    from benchmarks.common.memory import peak_memory
 
     return round(peak_memory() / 2**20)
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from benchmarks.common.memory import peak_memory
 from benchmarks.common.nets import write_files
 from benchmarks.common.photos import Photo, load_photos
 from benchmarks.common.results import circumstances, digest_of, resident_mb, write_result
@@ -42,7 +43,6 @@ from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.machine import cores
-from prelunet.evaluator.profiling.profile import peak_memory
 from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
 from prelunet.evaluator.terminal import progress
 

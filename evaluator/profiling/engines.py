@@ -21,7 +21,6 @@ _ENGINES: Mapping[tuple[Device, Precision], None] = {
     for precisions in runtime.precisions.values() for precision in precisions
 }  # fmt: skip
 _ROUNDS = 2
-WORTHWHILE = 1.05  # times as fast; less is noise
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,6 @@ class StageTimer:
         self._lock = threading.Lock()
         self._seconds: dict[Stage, float] = dict.fromkeys(STAGES, 0.0)
         self._counts: Counter[str] = Counter()
-        self._views: Counter[tuple[int, int]] = Counter()
         self._canvases: Counter[tuple[int, int, int]] = Counter()
 
     @contextmanager
@@ -94,7 +93,6 @@ class StageTimer:
         """
         rows, height, width = canvas
         with self._lock:
-            self._views.update(views)
             self._canvases[canvas] += 1
             self._counts["views"] += len(views)
             self._counts["batches"] += 1
@@ -105,11 +103,6 @@ class StageTimer:
     def totals(self) -> StageTotals:
         with self._lock:
             return StageTotals(dict(self._seconds), **self._counts)
-
-    def view_shapes(self) -> dict[tuple[int, int], int]:
-        """Return the number of views by height and width; the protocol bounds the number of shapes."""
-        with self._lock:
-            return dict(self._views)
 
     def canvases(self) -> dict[tuple[int, int, int], int]:
         """Return the number of batches by rows, height and width."""

@@ -1,20 +1,18 @@
-"""`prelunet bench`: where an evaluation spends its time, and what to change."""
+"""`prelunet bench`: where an evaluation spends its time, and how fast other engines compute."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..datasets import Dataset, open_images
 from ..engine.load import open_sessions
-from ..engine.memory import MemoryEstimate
 from ..engine.session import Placement, Session
 from ..errors import ImageError, Interrupted
 from ..files import require_writable, write_atomically
-from ..machine import cores, format_bytes
-from ..profiling.bottleneck import advice, describe_bottleneck
+from ..machine import cores
 from ..profiling.engines import EngineComparison, compare_engines
 from ..profiling.profile import Measurement, benchmark
 from ..protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
@@ -22,7 +20,7 @@ from ..terminal import echo, report, table_lines
 from ..validation.evaluate_model import estimate_run_memory
 from ..validation.pipeline import prepare
 from ..validation.run import build_run_info, describe_dataset
-from ..validation.timing import STAGES, StageTimer
+from ..validation.timing import StageTimer
 from .options.derive import Only, derive_options
 from .options.shared import GpusOption, ModelOption, ProtocolOption
 
@@ -51,7 +49,7 @@ def bench(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write the JSON to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure where `prelunet validate` spends its time with these options, and suggest what to change."""
+    """Measure where `prelunet validate` spends its time with these options, and how fast other engines compute."""
     if output is not None:
         require_writable(output)
     sessions = open_sessions(model, placement, gpus)
@@ -63,7 +61,7 @@ def bench(
     dataset = open_images(data, session.contract.classes)
     info = build_run_info(session, model.name, describe_dataset(dataset), evaluation_protocol, memory=placement.memory)
     assert info.batching is not None
-    need = estimate_run_memory(session, evaluation_protocol, info.chunk, dataset, sessions=len(sessions))
+    estimate_run_memory(session, evaluation_protocol, info.chunk, dataset, sessions=len(sessions))
     try:
         measured = benchmark(
             sessions, dataset, evaluation_protocol, info.batching.images_together,
@@ -80,12 +78,9 @@ def bench(
         "cores": cores(),
         "threads": placement.threads,
         **measured.to_json(),
-        "memory_foretold": need.total,
-        "bound": describe_bottleneck(measured),
         "engines": [engine.to_json() for engine in engines],
-        "advice": advice(measured, 0 if session.circumstances.on_gpu else placement.threads, engines),
     }
-    echo(json.dumps(result) if as_json else "\n".join(_lines(measured, need, result)))
+    echo(json.dumps(result) if as_json else "\n".join(_lines(measured, evaluation_protocol, engines)))
     if output is not None:
         write_atomically(output, (json.dumps(result, indent=2) + "\n").encode())
 
@@ -106,30 +101,17 @@ def _other_engines(
     return list(compare_engines(session, model, images, protocol)) if images else []
 
 
-def _lines(measured: Measurement, need: MemoryEstimate, result: dict[str, Any]) -> list[str]:
-    """Return the table of stages and its explanation. The share is of the time of the threads that run the stage."""
+def _lines(measured: Measurement, protocol: EvaluationProtocol, engines: Sequence[EngineComparison]) -> list[str]:
+    """Return the table of stages, the rate, and the other engines."""
     rows: list[Sequence[str]] = [HEADERS]
-    for stage in STAGES:
-        if stage != "write":  # bench writes nothing
-            seconds = measured.totals.seconds[stage]
-            numbers = f"{seconds:.2f}", f"{1000 * seconds / measured.images:.2f}", f"{measured.share(stage):.1%}"
-            rows.append((stage, str(measured.threads_of(stage)), *numbers))
-    totals, together, usual = measured.totals, measured.images_together, measured.usually_together
-    portions = f"in portions of {together}" + (f" ({usual} in a run)" if together < usual else "")
+    for row in measured.stages():
+        numbers = f"{row['seconds']:.2f}", f"{row['ms_per_image']:.2f}", f"{row['share']:.1%}"
+        rows.append((row["stage"], str(row["threads"]), *numbers))
     refused = f", {measured.refused:,} of them refused" if measured.refused else ""
-    speed = "" if measured.gflops is None else f", {measured.gflops:,.0f} GFLOP/s excluding padding"
     return [
         *table_lines(rows, right_aligned=HEADERS[1:]),
         "",
-        f"{measured.images:,} images{refused}, {totals.views:,} views, {result['protocol']['name']}, {portions}",
-        f"{measured.seconds:.1f} s: {measured.images_per_second:.3g} images/s{speed}",
-        f"wall time / compute time in isolation {measured.wall_by_compute:.3f} ({measured.isolated.batches:,} of "
-        f"{totals.batches:,} batches repeated); alongside the other stages, computing takes {measured.slowed:.2f} "
-        "times as long",
-        f"padding {totals.padding:.1%}; {totals.batches:,} batches of {measured.canvases:,} canvases, changed "
-        f"{totals.canvas_changes:,} times",
-        f"peak memory of this process {format_bytes(measured.memory)}, estimated maximum {format_bytes(need.total)}",
-        "",
-        result["bound"],
-        *(f"- {text}" for text in result["advice"]),
+        f"{measured.images:,} images{refused}, {measured.totals.views:,} views, {protocol.name}",
+        f"{measured.seconds:.1f} s: {measured.images_per_second:.3g} images/s",
+        *map(str, engines),
     ]

@@ -1,37 +1,27 @@
 """The checks of `prelunet doctor`: one finding for each thing that can be wrong with a machine."""
 
 import importlib.metadata
-import os
 import platform
-import resource
 import socket
-import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..contract import golden_image
 from ..engine.load import open_with_placement, visible_gpus
 from ..engine.runtimes import RUNTIMES, onnx
 from ..engine.session import Placement, Session
 from ..engine.verify import Deviation, verify
 from ..errors import PreluNetError, install_hint
-from ..imaging.views import make_views
-from ..machine import cores, format_bytes, machine_memory
-from ..profiling.engines import WORTHWHILE, compare_engines
-from ..protocols import build_protocol
+from ..machine import format_bytes, machine_memory
 from ..rpc.credentials import Credentials
 from ..serving.memory import serving_memory
-from ..serving.options import RESERVED_FILES, ModelFile, ServeOptions, ServerLimits
+from ..serving.options import ModelFile, ServeOptions
 
 State = Literal["ok", "note", "wrong"]
 
 _PACKAGES = ("prelunet", "numpy", "pillow", "grpcio", "protobuf", "prometheus-client")
 _DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")  # of one import package
-_ROUND_TRIPS = 20
-_IMAGES = 8  # generated, from square to nearly 1:2, to compare engines
 
 
 @dataclass(frozen=True)
@@ -60,12 +50,8 @@ def check_machine(host: str, port: int, device: str = "auto") -> Iterator[Findin
     for finding in _devices():
         missing = finding.name == f"device {device}" and finding.state == "note"
         yield replace(finding, state="wrong", fix=finding.fix or "Choose another --device") if missing else finding
-    present, usable = os.cpu_count() or 1, cores()
-    message = f"{usable} of {present} cores are usable" if usable < present else f"{present} cores"
-    yield Finding("processor", message, facts={"cores": present, "usable": usable})
     size = machine_memory()
     yield Finding("memory", f"{format_bytes(size)} for this process", facts={"bytes": size})
-    yield _open_files()
     yield _port(host, port)
 
 
@@ -117,19 +103,6 @@ def _cuda() -> Finding:
     return Finding("device cuda", f"{gpus} GPUs are visible; to try one: --model", facts=facts)
 
 
-def _open_files() -> Finding:
-    """Compare the open-file limit with the needs of a server, which raises the soft limit by itself."""
-    connections = ServerLimits.max_connections
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    facts = {"soft": soft, "hard": hard}
-    message = f"{soft}, can be raised {'without limit' if hard == resource.RLIM_INFINITY else f'to {hard}'}"
-    if hard != resource.RLIM_INFINITY and hard < connections + RESERVED_FILES:
-        available = hard - RESERVED_FILES  # below 1, `serve` does not start
-        smaller = f", or serve with --max-connections {available} instead of {connections}" if available > 0 else ""
-        return Finding("open files", message, "note", f"raise it (ulimit -Hn){smaller}", facts)
-    return Finding("open files", message, facts=facts)
-
-
 def _port(host: str, port: int) -> Finding:
     facts = {"host": host, "port": port}
     try:
@@ -144,17 +117,14 @@ def _port(host: str, port: int) -> Finding:
 
 
 def check_model(path: Path, placement: Placement) -> Iterator[Finding]:
-    """Load a model, run its golden images, estimate the memory for serving it, and compare the engines of this CPU."""
+    """Load a model, run its golden images, and estimate the memory for serving it."""
     try:
         session = open_with_placement(path, placement, preallocate=True, check=False)
         deviations = verify(session) if session.contract.golden else []
     except PreluNetError as error:
         yield Finding("model", f"{path}: cannot be served", "wrong", str(error))
-        return
-    finding = _model(path, session, deviations)
-    yield finding
-    if finding.state != "wrong":
-        yield from _engines(path, session)
+    else:
+        yield _model(path, session, deviations)
 
 
 def _model(path: Path, session: Session, deviations: Sequence[Deviation]) -> Finding:
@@ -182,22 +152,8 @@ def _model(path: Path, session: Session, deviations: Sequence[Deviation]) -> Fin
     return Finding("model", message, facts=facts)
 
 
-def _engines(path: Path, session: Session) -> Iterator[Finding]:
-    """Compare this CPU's other engines on generated images at the model's smallest scale."""
-    contract = session.contract
-    protocol = build_protocol("center" if contract.fixed_size else f"dense-{contract.default_scales[0]}", contract)
-    sizes = [(protocol.scales[0], protocol.scales[0] * (_IMAGES + number) // _IMAGES) for number in range(_IMAGES)]
-    images = [make_views(golden_image(*size), protocol) for size in sizes]
-    if found := list(compare_engines(session, path, images, protocol)):
-        best = max(found, key=lambda engine: engine.times_as_fast)
-        gain = f"try {best}; check the effect on errors with prelunet compare" * (best.times_as_fast >= WORTHWHILE)
-        facts = {"engines": [each.to_json() for each in found]}
-        message = "; ".join(map(str, found)) + " (generated ones)"
-        yield Finding("engines", message, "note" if gain else "ok", gain, facts)
-
-
 def check_server(address: str, timeout: float, credentials: Credentials) -> Iterator[Finding]:
-    """Check a running server's health and models, and measure the round-trip time."""
+    """Check a running server's health and models."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -208,17 +164,13 @@ def check_server(address: str, timeout: float, credentials: Credentials) -> Iter
     options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]  # connect directly, as the client does
     with open_channel(grpc, address, credentials.of_channel(), options) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
-        seconds = []
         try:
-            for _ in range(1 + _ROUND_TRIPS):
-                begun = time.perf_counter()
-                status = check(health_pb2.HealthCheckRequest(), timeout=timeout).status
-                seconds.append(time.perf_counter() - begun)
+            status = check(health_pb2.HealthCheckRequest(), timeout=timeout).status
         except grpc.RpcError as error:
             yield Finding("server", f"{address}: {error.code().name}", "wrong", str(error_from(error, address)))
             return
-    name, trip = health_pb2.HealthCheckResponse.ServingStatus.Name(status), statistics.median(seconds[1:])
-    message, facts = f"{address}: {name}, a round trip takes {1000 * trip:.2f} ms", {"health": name, "seconds": trip}
+    name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+    message, facts = f"{address}: {name}", {"health": name}
     if name != "SERVING":
         yield Finding("server", message, "wrong", "it is loading its models or stopping; see its log", facts)
         return

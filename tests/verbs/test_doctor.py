@@ -1,7 +1,6 @@
 """`prelunet doctor` passes a correct setup, and finds each fault and how to fix it."""
 
 import json
-import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +15,6 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.engine.runtimes import onnx as onnx_runtime
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving.server import Server
-from prelunet.evaluator.verbs import doctor as doctor_verb
 from prelunet.evaluator.verbs import doctor_checks
 from prelunet.evaluator.verbs.doctor_checks import Finding, check_machine
 from tests.conftest import ExportedNet, with_contract
@@ -46,7 +44,6 @@ def test_a_machine_that_is_set_up_correctly_passes(capsys: pytest.CaptureFixture
     assert findings["versions"]["facts"]["numpy"] == np.__version__
     assert findings["onnxruntime"]["facts"].keys() <= {"onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino"}
     assert findings["memory"]["facts"]["bytes"] > 2**28
-    assert findings["processor"]["facts"]["usable"] >= 1
 
 
 @pytest.mark.parametrize("device", ["cuda", "openvino", "cpu", "auto"])
@@ -62,7 +59,7 @@ def test_a_requested_device_that_is_not_there_is_wrong(device: str, monkeypatch:
 def test_without_json_the_findings_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--port", "0"]) == 0
     out = capsys.readouterr().out
-    for part in ("device cuda", "onnxruntime", "open files"):
+    for part in ("device cuda", "onnxruntime", "port"):
         assert part in out
 
 
@@ -76,7 +73,7 @@ def test_a_damaged_onnxruntime_is_found_and_the_other_checks_still_run(
     code, findings, err = doctor(capsys, "--port", "0")
     assert code == 6
     assert {name for name, finding in findings.items() if finding["state"] == "wrong"} == {"onnxruntime"}
-    assert "1 of 9 findings is wrong:" in err
+    assert "1 of 7 findings is wrong:" in err
     assert "- onnxruntime: " in err
     assert "Keep one" in err
 
@@ -97,21 +94,6 @@ def test_gpus_need_to_be_visible_and_a_runtime_that_supports_them(
     monkeypatch.setattr(onnx_runtime, "has_cuda_provider", lambda: has_cuda)
     finding = found("device cuda")
     assert (finding.state, message in finding.message) == (state, True), finding
-
-
-def test_an_open_file_limit_below_the_connections_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 1024))
-    finding = found("open files")
-    assert finding.state == "note"
-    assert "--max-connections 768 instead of 4096" in finding.fix, "a server needs files beside those of connections"
-    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 256))
-    assert found("open files").fix == "raise it (ulimit -Hn)", "with no connection at all a server does not start"
-    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 4096 + 255))
-    assert found("open files").state == "note"
-    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 4096 + 256))
-    assert found("open files").state == "ok"
-    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, resource.RLIM_INFINITY))
-    assert found("open files").state == "ok"
 
 
 def test_a_port_in_use_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,11 +117,6 @@ def test_a_good_model_is_checked_with_its_golden_images_and_its_memory_for_servi
     cases = [(each["case"], each["height"], each["width"], each["passed"]) for each in facts["deviations"]]
     assert cases == [(case, g.height, g.width, True) for case in ("alone", "together") for g in golden]
     assert facts["memory"] > 2**28, "the queue alone takes as much"
-    if findings["device openvino"]["state"] == "ok":
-        engines = findings["engines"]["facts"]["engines"]
-        assert (engines[0]["device"], engines[0]["precision"], engines[0]["images"]) == ("openvino", "fp32", 8)
-        assert engines[0]["other_first_answers"] == 0
-        assert "times as fast here" in findings["engines"]["message"]
 
 
 def test_a_model_whose_scores_are_off_is_found(
@@ -164,12 +141,11 @@ def test_a_file_that_is_not_a_model_is_found(tmp_path: Path, capsys: pytest.Capt
     assert "not an ONNX model" in err
 
 
-def test_a_running_servers_health_models_and_round_trip_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_servers_health_and_models_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with running_server(six=FakeSession(), seven=FakeSession(seed=1)) as server:
         code, findings, _ = doctor(capsys, "--server", server.address, "--port", "0")
     assert code == 0
     assert findings["server"]["facts"]["health"] == "SERVING"
-    assert findings["server"]["facts"]["seconds"] > 0
     assert findings["served models"]["facts"]["models"] == {
         "six": FakeSession().model_sha256,
         "seven": FakeSession(seed=1).model_sha256,
@@ -204,16 +180,6 @@ def test_in_lines_each_fault_is_printed_once(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr()
     assert printed.err == "prelunet: 1 of 1 findings is wrong: server. How to fix this is printed with them\n"
     assert "connection refused" in printed.out
-
-
-def test_in_lines_each_advice_is_printed_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    same = [Finding(name, "it could work better", "note", "buy another machine") for name in ("one", "two")]
-    monkeypatch.setattr(doctor_verb, "check_machine", lambda *_: same)
-    assert run(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert (out.count("it could work better"), out.count("buy another machine")) == (2, 1)
 
 
 def test_of_a_client_only_the_server_is_checked_unless_it_has_a_model(
