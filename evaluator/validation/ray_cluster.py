@@ -1,7 +1,7 @@
 """Evaluate on the machines of a Ray cluster: an adapter between `validate` and Ray's tasks.
 
-A task evaluates a group of consecutive chunks and returns their results one by one. Ray starts the workers, runs the
-tasks on them and repeats those of lost workers. A worker opens the model file and the dataset by their paths, and
+A task evaluates a chunk, on a GPU several. Ray starts the workers, runs the tasks on them and repeats those of lost
+workers. A worker opens the model file and the dataset by their paths, and
 checks that model and versions are the driver's before it evaluates anything. Only the driver writes the run folder,
 chunk by chunk and in order, so the run equals that of a single machine.
 """
@@ -9,13 +9,12 @@ chunk by chunk and in order, so the run equals that of a single machine.
 import io
 import logging
 import os
-import re
 import signal
 import socket
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,11 +31,11 @@ from .pipeline import ChunkResult, evaluate_chunks
 from .run import RunInfo, build_run_info
 from .validate import ChunkEvaluator, WorkersLost
 
-MAX_GROUP = 8  # chunks per task, see `divide`
-MAX_CHUNKS_AHEAD = 4 * MAX_GROUP  # per worker: chunks that may be started before the oldest one is written
+# Chunks per task on a GPU, whose memory only the end of a process frees, so that Ray starts a process for each task.
+GPU_CHUNKS = 8
+MAX_TASKS_AHEAD = 16  # per worker: tasks that may be started before the results of the oldest one are written
 MAX_ATTEMPTS = 3  # per task
 DEFAULT_CPUS = 4  # per worker, if none are requested and the machines have as many
-STALL_SECONDS = 30.0  # seconds without a result before a message says what is pending
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Cluster:
     address: of a Ray cluster (HOST:PORT), `auto` for the one this machine belongs to, `local` to start one for this
     run; workers: number of workers, 0 for as many as fit; cpus: CPUs and threads per worker, 0 for four, or for all
     CPUs of a smaller machine.
-    Raises UsageError for any other address.
+    Raises UsageError for an address without a port.
     """
 
     address: str
@@ -54,9 +53,11 @@ class Cluster:
     cpus: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse addresses that Ray would misinterpret, or reject only after a timeout."""
-        if self.address not in {"auto", "local"}:
-            host_and_port(self.address)
+        if self.address not in {"auto", "local"} and not self.address.rpartition(":")[2].isdecimal():
+            raise UsageError(
+                f"--ray {self.address!r}: not the address of a cluster. Pass HOST:PORT of its head node, such as "
+                "head:6379, auto for the cluster that this machine belongs to, or local to start one here"
+            )
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,9 @@ def evaluate_on_ray(
             placement = replace(session.placement, threads=cpus)
             job = ray.put(Job(uuid.uuid4().hex, Path.cwd(), model, placement, shared, info))
             task = ray.remote(num_cpus=cpus, num_gpus=int(gpu), max_retries=MAX_ATTEMPTS - 1)(evaluate_group)
-            groups = divide(chunks, count)
-            yield from results_in_order(ray, lambda group: task.remote(job, group), groups, count, report)
+            size = max(1, min(GPU_CHUNKS, len(chunks) // count)) if gpu else 1
+            groups = (chunks[start : start + size] for start in range(0, len(chunks), size))
+            yield from results_in_order(ray, lambda group: task.remote(job, group), groups, count)
 
     return evaluate
 
@@ -122,80 +124,54 @@ def worker_capacity(machines: Sequence[Mapping[str, float]], cpus: int, *, gpu: 
     return cpus, workers
 
 
-def divide(chunks: Sequence[Sequence[Sample]], workers: int) -> Iterator[Sequence[Sequence[Sample]]]:
-    """Yield groups of consecutive chunks, one for each task.
-
-    Large ones, since on a GPU, whose memory only the end of a process frees, Ray starts a process for each task; but no
-    larger than MAX_GROUP chunks, which a lost worker repeats. Towards the end, or if there are few, single chunks, so
-    that all workers finish at about the same time.
-    """
-    start = 0
-    while start < len(chunks):
-        size = max(1, min(MAX_GROUP, (len(chunks) - start) // (2 * workers)))
-        yield chunks[start : start + size]
-        start += size
-
-
 def results_in_order(
     ray: ModuleType,
     start: Callable[[Sequence[Sequence[Sample]]], Any],
-    groups: Iterator[Sequence[Sequence[Sample]]],
+    groups: Iterable[Sequence[Sequence[Sample]]],
     workers: int,
-    report: Callable[[str], None],
 ) -> Iterator[ChunkResult]:
     """Yield the result of each chunk, in order. Until then it stays in Ray's object store.
 
     start: starts the task of a group; workers: number of tasks that run at a time.
     """
-    pending: deque[tuple[Any, Sequence[Sample]]] = deque()  # for each chunk the results of its task, and the chunk
-    running: list[Any] = []  # for each task an object that is ready when it ends
-    patience = STALL_SECONDS
-    while True:
-        while (len(running) < workers or not pending) and len(pending) < MAX_CHUNKS_AHEAD * workers:
-            if (group := next(groups, None)) is None:
-                break
-            results = start(group)
-            pending += [(results, chunk) for chunk in group]
-            running.append(results.completed())
-        if not pending:
-            return
-        results, chunk = pending[0]
-        ready, _ = ray.wait([*running, results], timeout=patience)  # if several are ready, the first
-        if not ready:
-            report(
-                f"Ray: no result for {patience:.0f} s; waiting for images from {chunk[0].file} on. The cluster may be "
-                "busy. If a process ray::evaluate_group hangs, kill it; another one will repeat its work"
-            )
-            patience *= 2
-            continue
-        patience = STALL_SECONDS
-        if ready[0] is not results:
-            running.remove(ready[0])
-            continue
-        try:
-            result = ray.get(next(results))
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, PreluNetError):
-                raise error.cause from None
-            raise  # a bug; it includes the worker's traceback
-        except ray.exceptions.RayError as error:
-            reason = f"while evaluating images from {chunk[0].file} on ({error_line(error)})"
-            raise WorkersLost(f"{MAX_ATTEMPTS} workers were lost {reason}") from error
-        pending.popleft()
-        yield result
+    pending: deque[tuple[Any, str]] = deque()  # each task whose results are not taken, and its first image
+    running: list[Any] = []
+    for group in groups:
+        if len(running) == workers:
+            _, running = ray.wait(running)
+        running.append(start(group))
+        pending.append((running[-1], group[0][0].file))
+        while pending[0][0] not in running or len(pending) > MAX_TASKS_AHEAD * workers:
+            yield from _results(ray, *pending.popleft())
+    for task, first in pending:
+        yield from _results(ray, task, first)
+
+
+def _results(ray: ModuleType, task: Any, first: str) -> list[ChunkResult]:
+    """Wait for the results of a task. first: its first image."""
+    try:
+        results: list[ChunkResult] = ray.get(task)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, PreluNetError):
+            raise error.cause from None
+        raise  # a bug; it includes the worker's traceback
+    except ray.exceptions.RayError as error:
+        reason = f"while evaluating images from {first} on ({error_line(error)})"
+        raise WorkersLost(f"{MAX_ATTEMPTS} workers were lost {reason}") from error
+    return results
 
 
 _sessions: dict[str, Session] = {}  # by the job's id, for the tasks that run later in the same process
 
 
-def evaluate_group(job: Job, chunks: Sequence[Sequence[Sample]]) -> Iterator[ChunkResult]:
+def evaluate_group(job: Job, chunks: Sequence[Sequence[Sample]]) -> list[ChunkResult]:
     """Evaluate chunks on a worker, as a task. Raises each PreluNetError with the name of the machine."""
     try:
         if job.id not in _sessions:
             _sessions[job.id] = _open_session(job)
         assert job.info.batching is not None, "None only for ensembles"
         size, threads = job.info.batching.images_together, job.placement.threads
-        yield from evaluate_chunks([_sessions[job.id]], job.dataset, job.info.protocol, chunks, size, threads)
+        return list(evaluate_chunks([_sessions[job.id]], job.dataset, job.info.protocol, chunks, size, threads))
     except PreluNetError as error:
         raise type(error)(f"worker on {socket.gethostname()}: {error}") from error
 
@@ -215,17 +191,6 @@ def _open_session(job: Job) -> Session:
         fix = "Every machine needs the same versions, and the same model and images at the same paths"
         raise type(error)(f"cannot start: {error}\n{fix}") from error
     return session
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """Parse HOST:PORT, with IPv6 hosts in brackets."""
-    found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})", address)
-    if found is None or not 0 < int(found[2]) < 2**16:
-        raise UsageError(
-            f"--ray {address!r}: not the address of a cluster. Pass HOST:PORT of its head node, such as head:6379, "
-            "auto for the cluster that this machine belongs to, or local to start one here"
-        )
-    return found[1].strip("[]"), int(found[2])
 
 
 @contextmanager
@@ -257,7 +222,8 @@ def _join(ray: ModuleType, address: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         if address not in {"auto", "local"}:  # when nothing listens there, Ray itself would retry for minutes
-            socket.create_connection(host_and_port(address), timeout=10).close()
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
     except SystemExit as error:  # from Ray's SIGTERM handler
         raise KeyboardInterrupt from error

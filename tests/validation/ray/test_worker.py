@@ -33,7 +33,7 @@ def job(session: Session, model: Path, dataset: Dataset) -> Job:
 def refusal(job: Job, dataset: Dataset) -> PreluNetError:
     """Return the error of a task whose worker must not start."""
     with pytest.raises(PreluNetError, match=rf"^worker on {socket.gethostname()}: cannot start: ") as caught:
-        next(evaluate_group(job, [dataset.samples[:5]]))
+        evaluate_group(job, [dataset.samples[:5]])
     return caught.value
 
 
@@ -51,9 +51,9 @@ def test_a_worker_evaluates_chunks_as_the_driver_would_and_receives_only_their_s
 def test_a_session_is_opened_for_the_first_task_only(
     job: Job, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    next(evaluate_group(job, [dataset.samples[:5]]))
+    evaluate_group(job, [dataset.samples[:5]])
     monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.open_with_placement", None)
-    assert len(list(evaluate_group(pickle.loads(pickle.dumps(job)), [dataset.samples[5:9]]))) == 1
+    assert len(evaluate_group(pickle.loads(pickle.dumps(job)), [dataset.samples[5:9]])) == 1
 
 
 def test_a_worker_predicts_among_the_classes_of_the_driver_and_ranks_the_best_of_several_true_ones(
@@ -101,7 +101,7 @@ def test_a_worker_with_another_model_or_version_or_portions_is_refused_with_the_
 def test_a_worker_with_other_images_is_refused(job: Job, dataset: Dataset) -> None:
     other = replace(job.dataset, reader=DivergentReader(job.dataset.reader, os.getpid() + 1))
     with pytest.raises(DatasetError, match=r"^worker on .*\.png has .* bytes, but had"):
-        next(evaluate_group(replace(job, dataset=other), [dataset.samples[:5]]))
+        evaluate_group(replace(job, dataset=other), [dataset.samples[:5]])
 
 
 def test_nan_scores_arrive_as_a_fault_of_the_model_file(
@@ -114,5 +114,5 @@ def test_nan_scores_arrive_as_a_fault_of_the_model_file(
     onnx.save(graph, broken)
     info = replace(job.info, model={**job.info.model, "sha256": sha256_of(broken)})
     with pytest.raises(ContractError) as caught:
-        next(evaluate_group(replace(job, model=broken, info=info), [dataset.samples[:5]]))
+        evaluate_group(replace(job, model=broken, info=info), [dataset.samples[:5]])
     assert re.match(r"worker on .*\.png: .*not finite", str(caught.value))
