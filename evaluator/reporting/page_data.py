@@ -24,11 +24,11 @@ PER_MILLE = 1000  # scores are stored with three decimals, as integers
 
 def page_data(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
     """Return the data of the page's scripts; deterministic for a run and gallery."""
-    of_class: list[list[int]] = [[] for _ in run.info.classes]  # line numbers take less memory than a million objects
-    for number, prediction in enumerate(run.predictions):
-        of_class[prediction.label].append(number)
+    of_class: list[list[Prediction]] = [[] for _ in run.info.classes]
+    for prediction in run.predictions:
+        of_class[prediction.label].append(prediction)
     share = fair_share([len(images) for images in of_class], MAX_LISTED_IMAGES)
-    listed = [sorted((run.predictions[n] for n in images), key=_most_informative_first)[:share] for images in of_class]
+    listed = [sorted(images, key=_most_informative_first)[:share] for images in of_class]
     place = {p.file: f"{label}-{number}" for label, images in enumerate(listed) for number, p in enumerate(images)}
     return {
         "errors": [report["top1_error"], report["top5_error"]],

@@ -3,7 +3,6 @@
 At the size of ImageNet, loops over images and classes would dominate the run time, so this module works on arrays.
 """
 
-from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,22 +42,13 @@ class EvaluatedImages:
 
 def evaluated_images(predictions: Sequence[Prediction], views: int) -> EvaluatedImages:
     """Return the images that were not refused. views: their number in the run, 0 for an ensemble."""
-    label, answer, rank, view_ranks = (array("q") for _ in range(4))  # avoids a million objects
-    scores = array("d")
-    for prediction in predictions:
-        if prediction.refused is None:
-            index, score = prediction.top[0]
-            label.append(prediction.label)
-            answer.append(index if prediction.rank > 1 else prediction.label)
-            scores.append(score)
-            rank.append(prediction.rank)
-            view_ranks.extend(prediction.view_ranks)
+    seen = [prediction for prediction in predictions if prediction.refused is None]
     return EvaluatedImages(
-        label=np.asarray(label, np.int64),
-        answer=np.asarray(answer, np.int64),
-        score=np.asarray(scores, np.float64),
-        rank=np.asarray(rank, np.int64),
-        view_ranks=np.asarray(view_ranks, np.int64).reshape(len(rank), views),
+        label=np.array([p.label for p in seen], np.int64),
+        answer=np.array([p.top[0][0] if p.rank > 1 else p.label for p in seen], np.int64),
+        score=np.array([p.top[0][1] for p in seen], np.float64),
+        rank=np.array([p.rank for p in seen], np.int64),
+        view_ranks=np.array([p.view_ranks for p in seen], np.int64).reshape(len(seen), views),
     )
 
 

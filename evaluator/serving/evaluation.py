@@ -2,9 +2,7 @@
 
 import asyncio
 import time
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,7 +12,7 @@ from ..datasets.dataset import Dataset, Sample
 from ..errors import DatasetError, ImageError, UsageError
 from ..protocols import EvaluationProtocol
 from ..reporting.report import Report, build_report
-from ..validation.predictions import Prediction, Predictions, build_prediction
+from ..validation.predictions import Prediction, build_prediction
 from ..validation.run import Run, build_run_info, describe_dataset
 from .concurrency import answer_all
 from .observability.call_context import Call
@@ -64,13 +62,13 @@ async def evaluate(
 
     dataset_name: for the report, which uses the last part of a path; on_progress: called at most once every
     `PROGRESS_INTERVAL` seconds, never concurrently; max_images: maximum number of images. Memory until the report: per
-    image its name and refusal, together at most MAX_TEXT_BYTES, 0.3 kB, and 2 bytes per view.
+    image its name and refusal, together at most MAX_TEXT_BYTES, and 1.3 kB.
 
     A file that is not an image counts as refused. While an image waits for admission, the next one is not read.
     Raises DatasetError if there is no image or if two have the same name, and UsageError if there are too many, or if
     their names are too long.
     """
-    answers = _CollectedAnswers(len(served.session.contract.classes), len(protocol.views), on_progress)
+    answers = _CollectedAnswers(on_progress)
     slots = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def predict(image: LabelledImage, on_admitted: Callable[[], None]) -> None:
@@ -87,22 +85,17 @@ async def evaluate(
         slots.release()
 
     await answer_all(images, slots, predict)
-    if not answers.places:
+    if not answers.files:
         raise DatasetError("the stream had no image; send at least one `image` after `start`")
     return await asyncio.to_thread(_report, served, protocol, dataset_name, answers)
 
 
 class _CollectedAnswers:
-    """Names, predictions and sizes of the images of an evaluation, in the order of the answers; reports the progress.
+    """The predictions of an evaluation, each with the image's size; reports the progress. files: all names so far."""
 
-    places: position of each file name in that order, -1 before its answer.
-    """
-
-    def __init__(self, classes: int, views: int, on_progress: ProgressCallback | None) -> None:
-        self.places: dict[str, int] = {}
-        self._new = partial(Predictions, classes, views)
-        self._predictions = self._new()
-        self._sizes = array("Q")
+    def __init__(self, on_progress: ProgressCallback | None) -> None:
+        self.files = set[str]()
+        self._answers = list[tuple[Prediction, int]]()
         self._text_bytes = 0  # of names and refusals
         self._on_progress, self._reporting = on_progress, False
         self._begun = self._last_report = time.monotonic()
@@ -110,9 +103,9 @@ class _CollectedAnswers:
 
     def expect(self, file: str, max_images: int) -> None:
         """Register the name of an image that has been read."""
-        if file in self.places:
+        if file in self.files:
             raise DatasetError(f"two images are named '{file}'; each needs its own name")
-        if len(self.places) == max_images:
+        if len(self.files) == max_images:
             raise UsageError(
                 f"this server evaluates at most {max_images} images in one call, and '{file}' is above the limit. "
                 "Evaluate the dataset in parts, or use `prelunet validate`"
@@ -122,14 +115,12 @@ class _CollectedAnswers:
                 f"the names and refusals of this evaluation take more than {MAX_TEXT_BYTES} bytes. Use shorter names, "
                 "evaluate the dataset in parts, or use `prelunet validate`"
             )
-        self.places[file] = -1
+        self.files.add(file)
         self._text_bytes += len(file.encode())
 
     def add(self, prediction: Prediction, size: int) -> None:
         """Store the answer to an image. size: of the image, in bytes."""
-        self.places[prediction.file] = len(self._predictions)
-        self._predictions.append(prediction)
-        self._sizes.append(size)
+        self._answers.append((prediction, size))
         self._text_bytes += len(prediction.refused or "")
         self._refused += prediction.refused is not None
         self._wrong += prediction.rank > 1
@@ -140,19 +131,17 @@ class _CollectedAnswers:
         if self._on_progress is None or self._reporting or now - self._last_report < PROGRESS_INTERVAL:
             return
         self._reporting, self._last_report = True, now
-        evaluated = len(self._predictions) - self._refused
+        images = len(self._answers)
+        evaluated = images - self._refused
         error = 100 * self._wrong / evaluated if evaluated else None
-        await self._on_progress(Progress(len(self._predictions), self._refused, error, now - self._begun))
+        await self._on_progress(Progress(images, self._refused, error, now - self._begun))
         self._reporting = False
 
-    def in_order(self) -> tuple[list[Sample], Predictions]:
+    def in_order(self) -> tuple[list[Sample], list[Prediction]]:
         """Return samples and predictions in the order of the file names, the order of every run."""
-        samples, predictions = [], self._new()
-        for file, place in sorted(self.places.items()):
-            prediction = self._predictions[place]
-            samples.append(Sample(file, prediction.label, self._sizes[place]))
-            predictions.append(prediction)
-        return samples, predictions
+        answers = sorted(self._answers, key=lambda answer: answer[0].file)
+        samples = [Sample(prediction.file, prediction.label, size) for prediction, size in answers]
+        return samples, [prediction for prediction, _ in answers]
 
 
 class _DiscardedImages:

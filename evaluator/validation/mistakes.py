@@ -1,7 +1,7 @@
 """Which misclassified images a report shows, and in which order. It depends only on the predictions."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 
 from .predictions import Prediction
@@ -38,7 +38,6 @@ def mistakes_round_robin(predictions: Sequence[Prediction]) -> list[Prediction]:
     return [prediction for _, prediction in sorted(placed, key=itemgetter(0))]  # stable: keeps the order of confidence
 
 
-def _most_confident_mistakes(predictions: Sequence[Prediction]) -> Iterator[Prediction]:
-    """Yield the mistakes by descending score; ties by name, in which order a run is sorted."""
-    wrong = [(-p.top[0][1], number) for number, p in enumerate(predictions) if p.refused is None and p.rank > 1]
-    return (predictions[number] for _, number in sorted(wrong))
+def _most_confident_mistakes(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Return the mistakes by descending score; ties by name, in which order a run is sorted."""
+    return sorted((p for p in predictions if p.rank > 1), key=lambda p: -p.top[0][1])

@@ -1,12 +1,10 @@
-"""The images of a run: one line of predictions.jsonl each. Build, write and read them, stored in columns."""
+"""The images of a run: one line of predictions.jsonl each. Build, write and read them."""
 
 import os
-from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
-from typing import Annotated, Any, overload
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct, convert
 
@@ -15,16 +13,15 @@ from ..engine.classify import Classification
 from ..engine.scores import shortest_decimal
 from ..errors import RunFolderError
 from ..files import OpenFile, open_regular
-from ..imaging.decode import TRAITS, Trait
+from ..imaging.decode import Trait
 from ..json_checks import parse_json
 
 TOP_CLASSES = 5  # classes kept per image: the paper's top-5
-_BLOCK = 1024  # images built at a time while iterating
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Prediction:
-    """One image of a run, as one line of predictions.jsonl.
+    """One image of a run, as one line of predictions.jsonl. It takes about 1 kB.
 
     label: true class index, UNLABELLED (-1, in the file null) if unknown; top: up to five (class index, score), best
     first; rank: of the true class, from 1, or 0 if unknown; view_ranks: its rank in each view alone, in the order of
@@ -86,7 +83,6 @@ def build_prediction(
     )
 
 
-_TRAITS_OF = [tuple(t for place, t in enumerate(TRAITS) if bits >> place & 1) for bits in range(1 << len(TRAITS))]
 _LARGEST_SCORE = 1.001  # a probability plus the rounding error of half precision
 _Index = Annotated[int, Meta(ge=0, lt=2**31)]  # of a class
 _Rank = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -154,106 +150,20 @@ def _check_classes(what: str, indices: Collection[int], classes: int, candidates
         raise ValueError(f"{what} should be among the classes to which the run is restricted, not {outside[0]}")
 
 
-class Predictions(Sequence[Prediction]):
-    """The lines of a run, stored in columns. Each `Prediction` is built on access and not kept.
-
-    An image takes about 100 bytes plus its name and 2 bytes per view, where an object takes 1000: ImageNet's training
-    set stays below 250 MB. classes, views: their numbers; candidates: number of classes that `top` can contain.
-    """
-
-    def __init__(self, classes: int, views: int, candidates: int = TOP_CLASSES) -> None:
-        self._answers, self._views = min(TOP_CLASSES, classes, candidates), views
-        small = "H" if classes < 2**16 else "I"  # fits a class index and a rank
-        self._files = bytearray()  # names, each followed by a zero byte, which names cannot contain
-        self._ends = array("Q", [0])  # of names in `_files`
-        self._label = array("i")
-        self._classes, self._scores = array(small), array("d")  # `_answers` for each image
-        self._rank, self._view_ranks = array(small), array(small)  # `_views` for each image
-        self._capped = array("B")
-        self._traits = array("B")  # a bit for each of TRAITS
-        self._refused: dict[int, str] = {}
-        self._also: dict[int, tuple[int, ...]] = {}
-
-    def append(self, prediction: Prediction) -> None:
-        """Append a line as returned by `parse_prediction`."""
-        if prediction.refused is not None:
-            self._refused[len(self)] = prediction.refused
-        if prediction.also:
-            self._also[len(self)] = prediction.also
-        top = prediction.top or ((0, 0.0),) * self._answers  # empty for a refused image
-        view_ranks = prediction.view_ranks or (0,) * self._views  # also empty without a label
-        assert (len(top), len(view_ranks)) == (self._answers, self._views), "columns need a fixed width"
-        self._files += prediction.file.encode("utf-8", "surrogatepass") + b"\0"
-        self._ends.append(len(self._files))
-        self._label.append(prediction.label)
-        for index, score in top:
-            self._classes.append(index)
-            self._scores.append(score)
-        self._rank.append(prediction.rank)
-        self._view_ranks.extend(view_ranks)
-        self._capped.append(prediction.capped)
-        self._traits.append(sum(1 << TRAITS.index(trait) for trait in prediction.traits))
-
-    def __len__(self) -> int:
-        return len(self._label)
-
-    @overload
-    def __getitem__(self, index: int) -> Prediction: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prediction]: ...
-    def __getitem__(self, index: int | slice) -> Prediction | list[Prediction]:
-        if isinstance(index, int):
-            number = range(len(self))[index]
-            return next(self._build(number, number + 1))
-        start, stop, step = index.indices(len(self))
-        if step != 1:
-            return [self[number] for number in range(start, stop, step)]
-        return list(self._build(start, stop))
-
-    def __iter__(self) -> Iterator[Prediction]:
-        for first in range(0, len(self), _BLOCK):
-            yield from self._build(first, min(first + _BLOCK, len(self)))
-
-    def _build(self, first: int, stop: int) -> Iterator[Prediction]:
-        """Yield the lines of the images from first to stop - 1."""
-        span, tops = slice(first, stop), slice(first * self._answers, stop * self._answers)
-        files = self._files[self._ends[first] : self._ends[stop]].decode("utf-8", "surrogatepass").split("\0")
-        answers = zip(self._classes[tops], self._scores[tops], strict=True)
-        of_views = iter(self._view_ranks[first * self._views : stop * self._views])
-        columns = zip(
-            range(first, stop),
-            files[:-1],
-            self._label[span],
-            zip(*[answers] * self._answers, strict=True),  # of one iterator: consecutive answers are grouped
-            self._rank[span],
-            zip(*[of_views] * self._views, strict=True) if self._views else repeat((), stop - first),
-            self._capped[span],
-            self._traits[span],
-            strict=True,
-        )
-        for number, file, label, top, rank, ranks, capped, bits in columns:
-            also = self._also.get(number, ())
-            if number in self._refused:
-                yield Prediction(file, label, refused=self._refused[number], also=also)
-            else:
-                view_ranks = ranks if rank else ()
-                yield Prediction(file, label, top, rank, view_ranks, bool(capped), also=also, traits=_TRAITS_OF[bits])
-
-
 def read_predictions(
     path: Path,
     classes: int,
     views: int,
     candidates: Collection[int] | None = None,
     open_file: OpenFile = open_regular,
-) -> Predictions:
+) -> list[Prediction]:
     """Read predictions.jsonl, whose lines are in the order of the file names. A missing file has no lines.
 
     classes, views: their numbers in the run; candidates: see `RunInfo.candidates`.
     Raises RunFolderError with the number of a damaged line.
     """
     candidates = range(classes) if candidates is None else frozenset(candidates)
-    predictions = Predictions(classes, views, len(candidates))
+    predictions: list[Prediction] = []
     if not os.path.lexists(path):
         return predictions
     last = ""

@@ -24,7 +24,7 @@ from ..files import OpenFile, open_regular
 from ..json_checks import check_plain, parse_json
 from ..protocols import EvaluationProtocol, View, protocol_from_json
 from ..terminal import escape_unprintable
-from .predictions import Prediction, Predictions, read_predictions
+from .predictions import Prediction, read_predictions
 
 RUN_VERSION = 3
 MAX_SHARDS = 999_999
@@ -379,7 +379,7 @@ def read_run(folder: Path) -> Run:
     return Run(info, predictions, folder)
 
 
-def read_lines(folder: Path, info: RunInfo, open_file: OpenFile = open_regular) -> Predictions:
+def read_lines(folder: Path, info: RunInfo, open_file: OpenFile = open_regular) -> list[Prediction]:
     """Read the images of a run that may be unfinished. Raises RunFolderError for a damaged line or too many lines."""
     path = folder / PREDICTIONS_FILE
     predictions = read_predictions(path, len(info.classes), len(info.views), info.candidates, open_file)
