@@ -15,7 +15,6 @@ from msgspec import Meta, Struct, convert, to_builtins
 from msgspec.structs import replace
 
 from .errors import UsageError
-from .json_checks import require_int
 
 
 class TrunkLayer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -90,16 +89,14 @@ class Architecture(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise UsageError(f"unknown activation '{self.activation}'. Valid activations: {', '.join(ACTIVATIONS)}")
-        try:
-            require_int(self.crop, "crop (pixels)", 1, MAX_SIDE)
-        except ValueError as error:
-            raise UsageError(f"architecture {self.name}: {error}") from error
         for fault in self._faults():
             raise UsageError(f"architecture {self.name}: {fault}")
         self.check_size(classes=1)
 
     def _faults(self) -> Iterator[str]:
         """Yield what is wrong; each check relies on those before it."""
+        if not 1 <= self.crop <= MAX_SIDE:
+            yield f"the crop should be from 1 to {MAX_SIDE} px, not {self.crop}"
         if not self.convs:
             yield "the trunk has no convolution"
         names = [layer.name for layer in self.trunk]

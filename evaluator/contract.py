@@ -25,7 +25,7 @@ from .architectures import (
     trunk_stride,
 )
 from .errors import ContractError
-from .json_checks import check_plain, parse_json, read_stored, require_same
+from .json_checks import parse_json, read_stored, require_same
 from .preparation import FILTERS, USUAL, Interpolation, Preparation, preparation_from_json
 
 if TYPE_CHECKING:
@@ -412,11 +412,6 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
         raise ContractError(f"{where}: the '{PREFIX}*' metadata are malformed ({error}). {fix}") from error
 
 
-def _parse_net(value: Any) -> Architecture | OpaqueNet:
-    check_plain(value)
-    return net_from_json(value)
-
-
 class _Training(Struct):
     """What is known of `training`, whose other keys are free."""
 
@@ -424,14 +419,13 @@ class _Training(Struct):
 
 
 def _parse_training(value: Any) -> dict[str, Any]:
-    check_plain(value)
     found = convert(value, _Training).provenance
     return {**value, **({} if found is UNSET else {"provenance": to_builtins(found)})}
 
 
 # Of keys whose types are not enough.
 _PARSERS: dict[str, Callable[[Any], Any]] = {
-    "architecture": _parse_net,
+    "architecture": net_from_json,
     "training": _parse_training,
     "preparation": preparation_from_json,
     "calibration": parse_calibration,

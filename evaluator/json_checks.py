@@ -8,13 +8,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from msgspec import convert
-
-MAX_DEPTH = 32  # nesting of lists and objects in free-form data; ours needs four
 
 
 def _finite(digits: str) -> float:
@@ -42,22 +39,6 @@ def parse_json(text: str | bytes) -> Any:
         return _DECODER.decode(text if isinstance(text, str) else text.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-
-
-def check_plain(value: Any, depth: int = MAX_DEPTH) -> None:
-    """Check data of any shape: nesting at most `depth`, and no lone surrogates in strings."""
-    if depth == 0:
-        raise ValueError("nested too deeply")
-    if isinstance(value, str):
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError("a string contains half a character (a lone surrogate)") from error
-    elif isinstance(value, dict | list):
-        for inner in value:
-            check_plain(inner, depth - 1)
-        for inner in value.values() if isinstance(value, dict) else ():
-            check_plain(inner, depth - 1)
 
 
 class Stored(Protocol):
@@ -94,27 +75,10 @@ def require_same(stated: Mapping[str, Any], written: Mapping[str, Any], place: s
             raise ValueError(f"'{place}{key}' is {_described(there)}, but should be {_described(here)}")
 
 
-def require_keys(value: Any, what: str, keys: AbstractSet[str]) -> dict[str, Any]:
-    """Return the value, an object with exactly these keys."""
-    fields = require_object(value, what)
-    if fields.keys() != keys:
-        lacks = [f"lacks '{key}'" for key in sorted(keys - fields.keys())]
-        unknown = [f"has an unknown key {key[:40]!r}" for key in sorted(fields.keys() - keys)]
-        raise ValueError(f"{what} {', '.join((lacks + unknown)[:5])}")
-    return fields
-
-
 def require_object(value: Any, what: str) -> dict[str, Any]:
     """Return the value, a JSON object."""
     if type(value) is not dict:
         raise ValueError(f"{what} should be an object, not {_described(value)}")
-    return value
-
-
-def require_list(value: Any, what: str) -> list[Any]:
-    """Return the value, a list."""
-    if type(value) is not list:
-        raise ValueError(f"{what} should be a list, not {_described(value)}")
     return value
 
 
@@ -123,13 +87,6 @@ def require_int(value: Any, what: str, low: int, high: int | None = None) -> int
     if type(value) is not int or value < low or (high is not None and value > high):
         limits = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise ValueError(f"{what} should be a whole number {limits}, not {_described(value)}")
-    return value
-
-
-def require_str(value: Any, what: str) -> str:
-    """Return the value, a string."""
-    if type(value) is not str:
-        raise ValueError(f"{what} should be text, not {_described(value)}")
     return value
 
 

@@ -21,7 +21,7 @@ from ..engine.memory import portion_size
 from ..engine.session import Session
 from ..errors import RunFolderError, UsageError
 from ..files import OpenFile, open_regular
-from ..json_checks import check_plain, parse_json
+from ..json_checks import parse_json
 from ..protocols import EvaluationProtocol, View, protocol_from_json
 from ..terminal import escape_unprintable
 from .predictions import Prediction, read_predictions
@@ -287,7 +287,6 @@ class _RunFile(_Part):
 
 def run_info_from_json(data: Any) -> RunInfo:
     """Parse run.json. Raises ValueError or UsageError with the fault."""
-    check_plain(data)
     run = convert(data, _RunFile)
     for model in (data["model"], *(member["model"] for member in data["members"])):
         model["provenance"] = parse_provenance(model.get("provenance"))  # absent in runs of earlier versions

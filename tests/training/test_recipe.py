@@ -188,7 +188,7 @@ def test_missing_keys_are_named() -> None:
             r"scales 28 to 1000000 should ascend from the crop \(28\) or above to at most 4096",
         ),
         ("scales", [28, 4097], "at most 4096"),
-        ("crop", 0, "a whole number from 1 to 4096, not 0"),
+        ("crop", 0, "from 1 to 4096 px, not 0"),
         ("batch", 1_000_000_000, "batch 1000000000 should be at least 1 and at most 65536"),
         ("batch", 0, "batch 0 should be at least 1"),
         ("steps", 10**30, "at most 1000000000"),

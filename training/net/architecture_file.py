@@ -13,7 +13,7 @@ from msgspec import convert
 from ...evaluator.architectures import ARCHITECTURES, Architecture, Conv, Pool, architecture_from_json
 from ...evaluator.errors import UsageError
 from ...evaluator.files import read_toml
-from ...evaluator.json_checks import require_int, require_list, require_object, require_str
+from ...evaluator.json_checks import require_int
 from .checkpoints import read_checkpoint
 
 ARCHITECTURE_HELP = (
@@ -51,13 +51,15 @@ def read_architecture(path: Path) -> Architecture:
     )
     try:
         _check_keys(table, *_KEYS)
-        name = require_str(table.get("name", path.stem), "name")
-        if name in ARCHITECTURES or not _NAME.fullmatch(name):
+        name = table.get("name", path.stem)
+        if not isinstance(name, str) or name in ARCHITECTURES or not _NAME.fullmatch(name):
             raise ValueError(
                 f"the name {name!a:.50} is a built-in architecture's, or not 1 to 100 letters, digits or .+-_. Set "
                 "another with the key name"
             )
-        values = {**table, "name": name, "trunk": list(_layers(require_list(table["trunk"], "trunk")))}
+        if not isinstance(table["trunk"], list):
+            raise ValueError("trunk should be a list of layers")
+        values = {**table, "name": name, "trunk": list(_layers(table["trunk"]))}
         if isinstance(hidden := table["hidden"], list):
             if len(hidden) != 2:
                 raise ValueError("hidden should be one width for both fc1 and fc2, or a list of two")
@@ -73,7 +75,7 @@ def _layers(trunk: list[Any]) -> Iterator[dict[str, Any]]:
     layers: list[dict[str, Any]] = []
     for place, data in enumerate(trunk, start=1):
         try:
-            layer = dict(require_object(data, "it"))
+            layer = convert(data, dict[str, Any])
             kind = next((kind for kind in _LAYER_KEYS if kind in layer), None)
             if kind is None:
                 raise ValueError("it needs the key conv, its number of channels, or pool, its kernel")

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import numpy as np
+from msgspec import Meta, convert
 
 from ...evaluator.architectures import (
     MAX_SIDE,
@@ -24,7 +25,7 @@ from ...evaluator.arrays import Float32Array
 from ...evaluator.contract import ClassEntry, parse_provenance
 from ...evaluator.errors import CheckpointError, UsageError
 from ...evaluator.files import open_atomically, require_regular_file
-from ...evaluator.json_checks import check_plain, parse_json, require_int, require_keys, require_list, require_str
+from ...evaluator.json_checks import parse_json
 
 Parsed = TypeVar("Parsed")
 
@@ -243,7 +244,7 @@ class _Metadata:
             raise CheckpointError(
                 f"{path}: a safetensors file, but not a prelunet checkpoint (no metadata). {_FIX_HINT}"
             )
-        version = self.parse("version", lambda value: require_int(value, "a version", 1))
+        version = self.parse("version", partial(convert, type=Annotated[int, Meta(ge=1)]))
         if version > CHECKPOINT_VERSION:
             raise CheckpointError(
                 f"{path}: checkpoint version {version}, but this prelunet supports versions up to "
@@ -255,16 +256,13 @@ class _Metadata:
         if PREFIX + key not in self.texts:
             raise CheckpointError(f"{self.path}: no '{PREFIX}{key}' in the metadata. {_FIX_HINT}")
         try:
-            value = parse_json(self.texts[PREFIX + key])
-            check_plain(value)
-            return parse_value(value)
+            return parse_value(parse_json(self.texts[PREFIX + key]))
         except ValueError as error:
             raise CheckpointError(f"{self.path}: '{PREFIX}{key}' is malformed ({error}). {_FIX_HINT}") from error
 
 
 def _parse_classes(value: Any) -> tuple[ClassEntry, ...]:
-    entries = [require_keys(entry, "a class", {"wnid", "name"}) for entry in require_list(value, "it")]
-    classes = tuple(ClassEntry(require_str(c["wnid"], "a wnid"), require_str(c["name"], "a name")) for c in entries)
+    classes = convert(value, tuple[ClassEntry, ...])
     if not classes or len({entry.wnid for entry in classes}) != len(classes):
         raise ValueError("empty, or a duplicate wnid")
     return classes

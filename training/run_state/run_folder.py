@@ -20,7 +20,7 @@ from typing import Any
 
 from ...evaluator.errors import RunFolderError
 from ...evaluator.files import create_folder, locked_folder, remove_leftovers, write_atomically
-from ...evaluator.json_checks import check_plain, differences, format_differences, parse_json, require_object
+from ...evaluator.json_checks import differences, format_differences, parse_json, require_object
 from ..recipe import EXECUTION_KEYS, with_newer_keys
 
 RUN_VERSION = 1
@@ -75,7 +75,6 @@ def _compare(folder: Path, requested: dict[str, Any]) -> None:
     path = folder / TRAINING_FILE
     try:
         description = require_object(parse_json(path.read_bytes()), "it")
-        check_plain(description)
         description["recipe"] = with_newer_keys(require_object(description.get("recipe"), "recipe"))
     except ValueError as error:
         raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or start over with --fresh") from error

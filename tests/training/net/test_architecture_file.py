@@ -107,7 +107,7 @@ HUGE = "0x1" + 5000 * "0"  # TOML allows it; Python does not print it in decimal
         ("pad = 1 },\n]", "pad = 1, repeat = 10000 },\n]", r"layer 3 of the trunk: repeat should be .* from 1 to 1000"),
         ("pad = 1 },\n]", 'pad = 1, name = "conv1" },\n]', r"layers need unique names such as conv2_1"),
         ("pad = 1 },\n]", 'pad = 1, name = "last" },\n]', r"layers need unique names such as conv2_1"),
-        ("    { conv = 4, kernel = 3, stride = 2, pad = 1 },", "7,", r"layer 1 of the trunk: it should be an object"),
+        ("    { conv = 4, kernel = 3, stride = 2, pad = 1 },", "7,", r"layer 1 .*: Expected `object`, got `int`"),
         (TRUNK, "[]\n", r"has no convolution"),
         (TRUNK, "[{ pool = 2, stride = 2 }]\n", r"has no convolution"),
         ("[7, 6]", "[7, 6, 5]", r"hidden should be one width for both fc1 and fc2, or a list of two"),

@@ -361,17 +361,14 @@ CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2
             for name in (
                 '[{"wnid": 1, "name": "a"}]',
                 '[{"wnid": "a", "name": null}]',
-                '[{"wnid": "a", "name": "\\ud800"}]',
-                '[{"wnid": "a", "name": "b", "more": 1}]',
                 '{"wnid": "a", "name": "b"}',
             )
         ),
         *(
             (lambda m, key=key, text=text: m.update({key: text}), f"'{key}' is malformed")
             for key in ("prelunet.recipe", "prelunet.dataset", "prelunet.metrics")
-            for text in ('{"a": NaN}', '{"a": [-Infinity]}', '{"a": 1e999}', '{"a":' * 9000, '{"\\udfff": 1}')
+            for text in ('{"a": NaN}', '{"a": [-Infinity]}', '{"a": 1e999}', '{"a":' * 9000)
         ),
-        (lambda m: m.update({"prelunet.metrics": '{"a":' * 40 + "1" + "}" * 40}), "nested too deeply"),
         *(
             (
                 lambda m, change=change: m.update({"prelunet.provenance": json.dumps({**PROVENANCE, **change})}),
@@ -419,12 +416,11 @@ CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2
                 "[28, 4097]",
             )
         ),
-        (changed_architecture(crop=10**7), "from 1 to 4096, not 10000000"),
+        (changed_architecture(crop=10**7), "from 1 to 4096 px, not 10000000"),
         (changed_architecture(crop=28.5), r"Expected `int`, got `float` - at `\$\.crop`"),
         (changed_architecture(crop=True), r"Expected `int`, got `bool` - at `\$\.crop`"),
-        (changed_architecture(crop=-28), "from 1 to 4096, not -28"),
+        (changed_architecture(crop=-28), "from 1 to 4096 px, not -28"),
         (changed_architecture(name=[1]), r"Expected `str`, got `array` - at `\$\.name`"),
-        (changed_architecture(name="\ud800"), "'prelunet.architecture' is malformed"),
         (changed_architecture(hidden="6"), r"Expected `int`, got `str` - at `\$\.hidden`"),
         (changed_architecture(activation="elu"), r"Invalid enum value 'elu' - at `\$\.activation`"),
         (changed_architecture(crop=4), "too small for 3x3 bins"),
