@@ -1,7 +1,6 @@
 """Deferred handling of stop signals: they are recorded, and training stops between two steps."""
 
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,15 +29,12 @@ def deferred_signals() -> Iterator[StopSignals]:
     """Record Ctrl-C and SIGTERM while the block runs instead of raising KeyboardInterrupt.
 
     A signal more than DEBOUNCE_SECONDS after the first does raise it. If `received` is still set at the end of the
-    block, KeyboardInterrupt is raised there. Outside the main thread, which receives no signals, nothing is recorded.
+    block, KeyboardInterrupt is raised there. Only the main thread may enter it.
 
     Between the updates of two layers a net belongs to neither step. Saving it there would break the guarantee that a
     resumed run equals an uninterrupted one.
     """
     signals = StopSignals()
-    if threading.current_thread() is not threading.main_thread():
-        yield signals
-        return
     before = [(number, signal.signal(number, signals._handle)) for number in SIGNALS]
     try:
         yield signals
