@@ -10,17 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
-from ..evaluator.architectures import (
-    ACTIVATIONS,
-    MAX_SIDE,
-    Activation,
-    Architecture,
-    architecture,
-)
+from ..evaluator.architectures import MAX_SIDE, Activation, Architecture, architecture
 from ..evaluator.contract import center_scale
 from ..evaluator.errors import UsageError
 from ..evaluator.files import read_toml
@@ -33,14 +27,6 @@ MeanKind = Literal["image", "channel"]
 # learned and not only the order of sums, so a run cannot resume with it or without it.
 TrainingPrecision = Literal["fp32", "tf32", "bf16"]
 
-CHOICES: dict[str, tuple[str, ...]] = {  # key → valid values
-    "activation": ACTIVATIONS,
-    "rate_policy": get_args(RatePolicy),
-    "mean": get_args(MeanKind),
-    "init": get_args(Rule),
-    "first_layer": get_args(FirstLayer),
-    "precision": get_args(TrainingPrecision),
-}
 _STEPS: dict[str, float] = {"at least": 1, "at most": 10**9}
 LIMITS: dict[str, dict[str, float]] = {  # key → valid range, for errors and --help
     "batch": {"at least": 1, "at most": 65_536},
@@ -203,6 +189,11 @@ class Recipe:
         if isinstance(self.architecture, Architecture):  # itself, as its file may change or disappear
             values["architecture"] = self.build_architecture().to_json()
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+CHOICES: dict[str, tuple[str, ...]] = {  # key → valid values
+    key.name: get_args(kind) for key in fields(Recipe) if get_origin(kind := get_args(key.type)[0]) is Literal
+}
 
 
 def with_newer_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
