@@ -78,7 +78,7 @@ class ParallelNet(ABC):
         self._head = torch.compile(net.head) if options.compile else net.head
 
     def rows(self, batch: int) -> range:
-        """Return this process's rows of a global batch; may be empty if there are fewer rows than processes."""
+        """Return this process's rows of a global batch."""
         return split_evenly(range(batch), self.group.size)[self.group.rank]
 
     def gradients(
@@ -87,7 +87,8 @@ class ParallelNet(ABC):
         """Set every parameter's `.grad` to the gradient of the mean loss over the global batch. Collective.
 
         images: float32 (n, 3, crop, crop), mean subtracted; labels: int64 (n,), both for the rows `rows(total)` and on
-        any device; total: rows of the global batch; stop: whether this process requests a stop.
+        any device; total: rows of the global batch, at least one for each process and micro-batch (`check_batch`);
+        stop: whether this process requests a stop.
         """
         own = self.rows(total)
         assert len(images) == len(labels) == len(own), f"{len(images)} images, {len(labels)} labels for rows {own}"

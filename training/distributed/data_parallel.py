@@ -37,16 +37,13 @@ class DataParallel(ParallelNet):
             self.buckets.begin()
         for part, rows in enumerate(split_evenly(own, self.options.accumulate), start=1):
             local = slice(rows.start - own.start, rows.stop - own.start)
-            part_loss = None
-            if rows:
-                with self._autocast():
-                    logits = self._head(self._features(images[local]), select_rows(dropout, local))
-                part_loss = F.cross_entropy(logits.float(), labels[local], reduction="sum") / total
-                add_to_totals(totals, part_loss, logits, labels[local], total)
+            with self._autocast():
+                logits = self._head(self._features(images[local]), select_rows(dropout, local))
+            loss = F.cross_entropy(logits.float(), labels[local], reduction="sum") / total
+            add_to_totals(totals, loss, logits, labels[local], total)
             if self.buckets is not None and part == self.options.accumulate:
                 self.buckets.arm(totals, stop)
-            if part_loss is not None:
-                torch.autograd.backward(part_loss)
+            torch.autograd.backward(loss)
         if self.buckets is not None:
             return self.buckets.finish()
         mean_loss, error = totals.tolist()

@@ -1,8 +1,7 @@
 """Gradients summed over all processes during backward, as in Li et al. 2020, "PyTorch Distributed".
 
-Used instead of torch's DistributedDataParallel because a process may have no rows, in hybrid training the first process
-has more parameters than the others, and the step's totals and the stop request travel with the gradients instead of in
-a separate collective.
+Used instead of torch's DistributedDataParallel because in hybrid training the first process has more parameters than
+the others, and the step's totals and the stop request travel with the gradients instead of in a separate collective.
 """
 
 from collections.abc import Iterable
@@ -81,10 +80,7 @@ class GradientBuckets:
         self._armed = True
 
     def finish(self) -> StepResult:
-        """Send the remaining buckets (a process without rows adds zeros), wait, and return the result of the step."""
-        for bucket in self.buckets:
-            bucket.missing = 0
-        self._send_ready()
+        """Wait for the buckets, and return the result of the step."""
         self._armed = False
         for bucket in self.buckets:
             assert bucket.pending is not None

@@ -59,8 +59,7 @@ class HybridParallel(ParallelNet):
                 features, gradient = self._without_head(images[local], labels[local])
             if part == self.options.accumulate:
                 self.buckets.arm(totals, stop)
-            if rows:
-                torch.autograd.backward(features, gradient)
+            torch.autograd.backward(features, gradient)
         for pending in self._pending_sends:
             pending.wait()
         return self.buckets.finish()
