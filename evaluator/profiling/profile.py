@@ -23,7 +23,7 @@ MIN_PORTIONS = 4  # per session, so that its steps overlap as in a long run
 
 _THREADS_OF: dict[Stage, str] = {
     "read": "pool", "decode": "pool", "resize": "pool", "pack": "session", "upload": "session", "compute": "session",
-    "wait": "session", "average": "caller", "write": "caller",
+    "wait": "session", "average": "caller",
 }  # fmt: skip
 
 
@@ -48,10 +48,7 @@ class Measurement:
         return self.images / self.seconds
 
     def stages(self) -> list[dict[str, Any]]:
-        """Return the seconds in each stage, and the share of the time for which a thread that runs it is busy with it.
-
-        Bench writes nothing, so there is no stage `write`.
-        """
+        """Return the seconds in each stage, and the share of the time for which each of its threads is busy with it."""
         threads = {"pool": self.threads, "session": self.sessions, "caller": 1}
         return [
             {
@@ -62,7 +59,6 @@ class Measurement:
                 "share": round(self.totals.seconds[stage] / (threads[_THREADS_OF[stage]] * self.seconds), 4),
             }
             for stage in STAGES
-            if stage != "write"
         ]
 
     def to_json(self) -> dict[str, Any]:

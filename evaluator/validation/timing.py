@@ -9,16 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-# In pipeline order. upload: `Session.stage`; write: lines and scores to disk; wait: a session without a ready batch.
-Stage = Literal["read", "decode", "resize", "pack", "upload", "compute", "average", "write", "wait"]
+# In pipeline order. upload: `Session.stage`; wait: a session without a ready batch.
+Stage = Literal["read", "decode", "resize", "pack", "upload", "compute", "average", "wait"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 @dataclass(frozen=True)
 class StageTotals:
-    """Work done until a point in time, or between two.
+    """Work done until a point in time.
 
     seconds: in each stage, summed over all threads, including time waiting for a core, without unfinished work;
     images: prepared, including refused ones; views, batches: packed;
@@ -38,23 +38,6 @@ class StageTotals:
     def padding(self) -> float:
         """Return the fraction of the computed pixels that belong to no view, 0 to 1."""
         return 1 - self.view_pixels / self.canvas_pixels if self.canvas_pixels else 0.0
-
-    def since(self, before: "StageTotals") -> "StageTotals":
-        """Return the work done since an earlier point in time."""
-        seconds = {stage: self.seconds[stage] - before.seconds.get(stage, 0.0) for stage in self.seconds}
-        counts = {key: count - getattr(before, key) for key, count in vars(self).items() if key != "seconds"}
-        return StageTotals(seconds, **counts)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, without unused stages."""
-        return {
-            "stages": {stage: round(seconds, 3) for stage, seconds in self.seconds.items() if seconds},
-            "prepared": self.images,
-            "views": self.views,
-            "batches": self.batches,
-            "canvas_changes": self.canvas_changes,
-            "padding": round(self.padding, 4),
-        }
 
 
 class StageTimer:

@@ -107,19 +107,17 @@ def _resumable(writer: RunWriter, total: int) -> Iterator[None]:
 
 
 def _write(results: Iterator[ChunkResult], writer: RunWriter, total: int, views: int, timer: StageTimer) -> None:
-    """Write each chunk and log its times by stage. total: images of the run; views: of each; timer: of all stages."""
+    """Write each chunk and log its time. total: images of the run; views: of each; timer: tells the views computed."""
     with progress("validate", total, "images", done=writer.done) as advance:
         shown = _Shown(advance, writer.done, views)
         timer.on_views = shown.computed
-        started, before = time.monotonic(), timer.totals()
+        started = time.monotonic()
         for predictions, scores in results:
             index = writer.done // writer.chunk
-            with timer.timed("write"):
-                writer.append(predictions, scores)
-            now, totals = time.monotonic(), timer.totals()
-            fields = totals.since(before).to_json()
-            writer.log("chunk", index=index, images=len(predictions), seconds=round(now - started, 3), **fields)
-            started, before = now, totals
+            writer.append(predictions, scores)
+            now = time.monotonic()
+            writer.log("chunk", index=index, images=len(predictions), seconds=round(now - started, 3))
+            started = now
             shown.written(writer.done)
 
 

@@ -124,10 +124,7 @@ def test_the_log_records_the_start_the_place_of_the_data_and_each_chunk(dataset:
     assert (start["event"], start["done"], start["device"]) == ("start", 0, "CPUExecutionProvider")
     assert start["dataset"] == str(dataset.location.resolve())
     assert [(line["index"], line["images"]) for line in chunks] == [(0, 64), (1, 64), (2, 22)]
-    assert sum(line["prepared"] for line in chunks) == IMAGES
-    assert (sum(line["views"] for line in chunks), sum(line["batches"] for line in chunks)) == (IMAGES - len(BAD), 3)
-    assert all(0 <= seconds < 60 for line in chunks for seconds in line["stages"].values())
-    assert {"compute", "write"} <= set(chunks[0]["stages"])
+    assert all(0 <= line["seconds"] < 60 for line in chunks)
 
 
 def test_a_finished_run_is_reported_as_finished_and_nothing_is_done(dataset: Dataset, tmp_path: Path) -> None:
