@@ -11,6 +11,7 @@ Useful operations are those of the views' own pixels, without padding: `share_of
 
 import io
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -77,6 +78,18 @@ def cases(rig: Rig) -> Iterator[Case]:
     yield case("views", "C", IMAGES, _views, 45)
 
 
+class CanvasTimer(StageTimer):
+    """A timer that also counts the batches by canvas: rows, height and width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.canvases: Counter[tuple[int, int, int]] = Counter()
+
+    def batch_packed(self, canvas: tuple[int, int, int], views: list[tuple[int, int]], *, changed: bool) -> None:
+        self.canvases[canvas] += 1
+        super().batch_packed(canvas, views, changed=changed)
+
+
 class Work:
     """A session, a protocol, and the portions of `validate`. sizes: of the images, before resizing."""
 
@@ -94,10 +107,10 @@ class Work:
         self.together = self.batching.images_together
         self.chunk = max(info.chunk, self.together)
 
-    def result(self, seconds: float, first: float, timer: StageTimer) -> dict[str, Any]:
+    def result(self, seconds: float, first: float, timer: CanvasTimer) -> dict[str, Any]:
         """Return images per second, shares of the peak, batches, and the time for ImageNet's validation images."""
         totals, images = timer.totals(), len(self.sizes)
-        canvases = [(size[1], size[2]) for size, count in timer.canvases().items() for _ in range(size[0] * count)]
+        canvases = [(size[1], size[2]) for size, count in timer.canvases.items() for _ in range(size[0] * count)]
         net, precision = self.settings["net"], self.settings["precision"]
         shapes = view_shapes(self.sizes, self.protocol)
         useful = self.rig.rates(images, self.rig.flop(net, shapes), seconds, precision)
@@ -113,7 +126,7 @@ class Work:
             "padding": totals.padding,
             "batches": totals.batches,
             "changes_of_shape": totals.canvas_changes,
-            "different_canvases": len(timer.canvases()),
+            "different_canvases": len(timer.canvases),
             "rows_per_batch": len(canvases) / totals.batches,
             "compute_share": totals.seconds["compute"] / seconds,
             "stages": {stage: round(spent, 4) for stage, spent in totals.seconds.items()},
@@ -130,13 +143,13 @@ def _views(rig: Rig, settings: Settings) -> dict[str, Any]:
     views = resized_noise(work.sizes, work.protocol)
     numbers = [Sample(str(index), 0, 1) for index in range(len(views))]
     portions = [numbers[start : start + work.together] for start in range(0, len(numbers), work.together)]
-    passes: list[tuple[float, StageTimer]] = []
+    passes: list[tuple[float, CanvasTimer]] = []
 
     def prepared(sample: Sample) -> PreparedViews:
         return PreparedViews(views[int(sample.file)], ())
 
     while len(passes) < rig.reduced(1 + REPEATS) and (len(passes) < 2 or sum(took for took, _ in passes[1:]) < SECONDS):
-        timer, begun = StageTimer(), time.perf_counter()
+        timer, begun = CanvasTimer(), time.perf_counter()
         # The pipeline of `validate`, but with views instead of files.
         with closing(Pipeline([work.session], portions, prepared, THREADS, timer)) as line:
             for portion in line.finished():
@@ -188,7 +201,7 @@ def _jpegs(rig: Rig, settings: Settings) -> dict[str, Any]:
     for count in (len(different), len(work.sizes)):
         dataset = dataset_in_memory(files, count)
         chunks = [dataset.samples[start : start + work.chunk] for start in range(0, count, work.chunk)]
-        timer, begun = StageTimer(), time.perf_counter()
+        timer, begun = CanvasTimer(), time.perf_counter()
         evaluated = evaluate_chunks([work.session], dataset, work.protocol, chunks, work.together, THREADS, timer=timer)
         for predictions, _scores in evaluated:
             assert not any(prediction.refused for prediction in predictions), "our own JPEGs were refused"

@@ -48,7 +48,6 @@ class StageTimer:
         self._lock = threading.Lock()
         self._seconds: dict[Stage, float] = dict.fromkeys(STAGES, 0.0)
         self._counts: Counter[str] = Counter()
-        self._canvases: Counter[tuple[int, int, int]] = Counter()
 
     @contextmanager
     def timed(self, stage: Stage) -> Iterator[None]:
@@ -76,7 +75,6 @@ class StageTimer:
         """
         rows, height, width = canvas
         with self._lock:
-            self._canvases[canvas] += 1
             self._counts["views"] += len(views)
             self._counts["batches"] += 1
             self._counts["canvas_changes"] += changed
@@ -86,8 +84,3 @@ class StageTimer:
     def totals(self) -> StageTotals:
         with self._lock:
             return StageTotals(dict(self._seconds), **self._counts)
-
-    def canvases(self) -> dict[tuple[int, int, int], int]:
-        """Return the number of batches by rows, height and width."""
-        with self._lock:
-            return dict(self._canvases)

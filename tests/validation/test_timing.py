@@ -35,8 +35,7 @@ def test_stages_and_counts_are_those_of_the_work_done(dataset: Dataset) -> None:
     list(evaluate_chunks([session], dataset, TWO_SCALES, [dataset.samples], 20, 2, timer=timer))
     totals = timer.totals()
     assert (totals.images, totals.views) == (IMAGES, len(TWO_SCALES.views) * (IMAGES - len(BAD)))
-    assert totals.batches == len(session.calls) == sum(timer.canvases().values())
-    assert set(timer.canvases()) == {shape[:3] for shape in session.calls}
+    assert totals.batches == len(session.calls)
     assert totals.canvas_changes == 1 + sum(a != b for a, b in zip(session.calls, session.calls[1:], strict=False))
     assert totals.canvas_pixels == sum(rows * height * width for rows, height, width, _ in session.calls)
     pixels = 0
