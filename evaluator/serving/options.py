@@ -183,7 +183,7 @@ class ServerLimits:
     keepalive_timeout: float = 20.0
     min_ping_interval: float = 5.0
     connection_age_grace: float = 30.0
-    max_evaluation_images: int = 1_000_000
+    max_evaluation_images: int = 250_000
 
     @property
     def max_message_bytes(self) -> int:
