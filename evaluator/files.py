@@ -97,10 +97,8 @@ def read_toml(path: Path, fix: str) -> dict[str, Any]:
         return tomllib.loads(read_regular(path).decode())
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read ({getattr(error, 'strerror', error)}). {fix}") from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also of an integer with thousands of digits
         raise UsageError(f"{path}: invalid TOML ({error})") from error
-    except ValueError as error:  # Python parses integers of at most 4300 digits
-        raise UsageError(f"{path}: contains an integer with thousands of digits. Fix the file") from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -102,7 +102,7 @@ HUGE = "0x1" + 5000 * "0"  # TOML allows it; Python does not print it in decimal
         ("kernel = 2, pad = 1", "kernel = 2, pad = 2", r"the pad of conv2, 2, should be less than its kernel, 2"),
         ("kernel = 2", "kernel = '2'", r"layer 3 of the trunk: Expected `int`, got `str` - at `\$\.kernel`"),
         ("kernel = 2", f"kernel = {HUGE}", r"layer 3 of the trunk: Expected `int` <= 4096 - at `\$\.kernel`"),
-        ("conv = 5", "conv = 1" + 5000 * "0", r"contains an integer with thousands of digits"),
+        ("conv = 5", "conv = 1" + 5000 * "0", r"invalid TOML .*digits"),
         ("conv = 5", "conv = true", r"layer 3 of the trunk: Expected `int`, got `bool` - at `\$\.channels`"),
         ("pad = 1 },\n]", "pad = 1, repeat = 10000 },\n]", r"layer 3 of the trunk: repeat should be .* from 1 to 1000"),
         ("pad = 1 },\n]", 'pad = 1, name = "conv1" },\n]', r"layers need unique names such as conv2_1"),
