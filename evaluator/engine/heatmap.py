@@ -5,7 +5,6 @@ A map is a plain interpolation of the window scores; no gradient and no second m
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from msgspec.structs import replace
@@ -163,15 +162,6 @@ _COLORS = np.array(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One picture of the sheet with the two lines of text above it."""
-
-    picture: UInt8Array
-    title: str
-    detail: str
-
-
 def apply_color_map(values: Float64Array) -> Float64Array:
     """Map values in 0..1, of any shape, to RGB colors in 0..255 along a new last axis."""
     places = np.linspace(0, 1, len(_COLORS))
@@ -199,13 +189,13 @@ def draw_heat_maps(
         classified, [index for index, _ in best], image_size, (height, width), contract, protocol
     )  # at the size of the panels: a map of 64 Mpixel would take gigabytes and show nothing more
     views = f"{len(classified.views)} view" + "s" * (len(classified.views) != 1)
-    panels = [Panel(picture, f"{image_size[1]}x{image_size[0]} px", f"{protocol.name}, {views}")]
+    panels = [_panel(picture, f"{image_size[1]}x{image_size[0]} px", f"{protocol.name}, {views}")]
     min_range = float(np.nanmax(maps)) / 10
     for place, ((index, score), of_class) in enumerate(zip(best, maps, strict=True), start=1):
         peak = float(np.nanmax(of_class))
         title = f"{place}. {contract.classes[index].name}"
         panels.append(
-            Panel(_blend_map(picture, of_class, max(peak, min_range)), title, f"score {score:.1%}, peak {peak:.1%}")
+            _panel(_blend_map(picture, of_class, max(peak, min_range)), title, f"score {score:.1%}, peak {peak:.1%}")
         )
     legend = "peak of the class, or a tenth of the highest peak if larger" + (
         ", faint: not covered by a view" if np.isnan(maps).any() else ""
@@ -229,36 +219,28 @@ def _blend_map(picture: UInt8Array, of_class: Float64Array, brightest: float) ->
     return np.asarray(np.round(blended), np.uint8)
 
 
-def _sheet(panels: Sequence[Panel], legend: str, columns: int) -> UInt8Array:
+def _panel(picture: UInt8Array, title: str, detail: str) -> Image.Image:
+    """Return a picture with two lines of text above it, which are cut where it ends."""
+    height, width = picture.shape[:2]
+    panel = Image.new("RGB", (max(width, LABEL_WIDTH), height + 2 * LINE), PAPER)
+    draw, font = ImageDraw.Draw(panel), ImageFont.load_default(FONT_SIZE)
+    draw.text((0, 0), title, INK, font)
+    draw.text((0, LINE), detail, INK, font)
+    panel.paste(Image.fromarray(picture), (0, 2 * LINE))
+    return panel
+
+
+def _sheet(panels: Sequence[Image.Image], legend: str, columns: int) -> UInt8Array:
     """Arrange panels in rows, above a legend of the colors."""
-    height, width = panels[0].picture.shape[:2]
-    cell_width, cell_height = max(width, LABEL_WIDTH) + MARGIN, height + 2 * LINE + 2 * MARGIN
+    width, height = panels[0].width + MARGIN, panels[0].height + 2 * MARGIN
     rows = -(-len(panels) // columns)
-    columns = min(columns, len(panels))
-    size = (columns * cell_width + MARGIN, rows * cell_height + LINE + 2 * MARGIN)
+    size = (min(columns, len(panels)) * width + MARGIN, rows * height + LINE + 2 * MARGIN)
     sheet = Image.new("RGB", size, PAPER)
-    draw = ImageDraw.Draw(sheet)
-    font = ImageFont.load_default(FONT_SIZE)
     for place, panel in enumerate(panels):
-        left = MARGIN + place % columns * cell_width
-        top = MARGIN + place // columns * cell_height
-        draw.text((left, top), _truncate_text(panel.title, cell_width - MARGIN, draw, font), INK, font)
-        draw.text((left, top + LINE), _truncate_text(panel.detail, cell_width - MARGIN, draw, font), INK, font)
-        sheet.paste(Image.fromarray(panel.picture), (left, top + 2 * LINE))
-    top = size[1] - MARGIN - LINE
+        sheet.paste(panel, (MARGIN + place % columns * width, MARGIN + place // columns * height))
+    draw, font, top = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_SIZE), size[1] - MARGIN - LINE
     strip = OPACITY * apply_color_map(np.tile(np.linspace(0, 1, 120), (LINE - 4, 1))) + (1 - OPACITY) * 128
     sheet.paste(Image.fromarray(np.asarray(np.round(strip), np.uint8)), (MARGIN + 20, top))
     draw.text((MARGIN, top - 1), "0", INK, font)
     draw.text((MARGIN + 148, top - 1), legend, INK, font)
     return np.array(sheet)
-
-
-def _truncate_text(
-    text: str, width: int, draw: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont | ImageFont.ImageFont
-) -> str:
-    """Shorten a text to a width in pixels."""
-    if draw.textlength(text, font) <= width:
-        return text
-    while text and draw.textlength(text + "...", font) > width:
-        text = text[:-1]
-    return text + "..."
