@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 
 from ..cli_option import option
-from ..errors import UsageError
 
-# Pillow itself refuses more: 178,956,970 pixels.
-_PILLOW_MAX_PIXELS = 2 * (1024**3 // 4 // 3)
+PILLOW_MAX_PIXELS = 2 * (1024**3 // 4 // 3)  # Pillow itself refuses more: 178,956,970
 
 
 @dataclass(frozen=True)
@@ -20,14 +18,10 @@ class DecodeLimits:
         32 * 1024 * 1024, "Maximum size of an encoded image, in bytes.", flag="max-image-bytes", min=1, max=2**29
     )
     max_pixels: int = option(
-        64_000_000, "Maximum size of a decoded image, in pixels (height x width).", flag="max-image-pixels", min=1
+        64_000_000,
+        "Maximum size of a decoded image, in pixels (height x width).",
+        flag="max-image-pixels",
+        min=1,
+        max=PILLOW_MAX_PIXELS,
     )
     baseline_factor: int = 1
-
-    def __post_init__(self) -> None:
-        largest = _PILLOW_MAX_PIXELS // self.baseline_factor
-        if self.max_bytes < 1 or not 1 <= self.max_pixels <= largest:
-            raise UsageError(
-                f"image limits must be at least 1 byte and between 1 and {largest} pixels, "
-                f"not {self.max_bytes} bytes and {self.max_pixels} pixels"
-            )

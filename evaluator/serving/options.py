@@ -10,7 +10,7 @@ from ..cli_option import option, split_commas
 from ..engine.session import Placement
 from ..errors import UsageError
 from ..files import open_regular
-from ..imaging.limits import DecodeLimits
+from ..imaging.limits import PILLOW_MAX_PIXELS, DecodeLimits
 from ..machine import cores
 from ..rpc.status import MAX_MESSAGE_BYTES
 from .proxies import TrustedProxies
@@ -68,6 +68,7 @@ class ServedImageLimits(DecodeLimits):
         "and memory, may have three times as many.",
         flag="max-image-pixels",
         min=1,
+        max=PILLOW_MAX_PIXELS // 3,
     )
     baseline_factor: int = 3
 
