@@ -7,8 +7,8 @@
     6  average_image            mirrored pair → scale → image                    any thread
     7  top_k                    ties to the lower index                          any thread
 
-`run_views` covers steps 4 and 5, `run_batch` the same for one planned batch. `classify_images` covers steps 2 to 6 for
-callers without threads. `validation.pipeline` overlaps all steps for an endless stream of images.
+`run_views` covers steps 4 and 5, `classify_images` steps 2 to 6, for callers without threads. `validation.pipeline`
+overlaps all steps for an endless stream of images.
 evaluator/README.md explains the path with an example.
 """
 
@@ -131,17 +131,10 @@ def run_views(session: Session, views: Sequence[ViewImage], *, keep_windows: boo
     """
     results: dict[int, ViewResult] = {}
     for batch in plan_views(session, views).batches:
-        results.update(run_batch(session, batch, views, keep_windows=keep_windows))
+        packed = pack_batch(batch, views)
+        outputs = session.run(packed.images, packed.sizes)
+        results.update(unpack_results(packed.packed_views, outputs, keep_windows=keep_windows))
     return [results[index] for index in range(len(views))]
-
-
-def run_batch(
-    session: Session, batch: Batch, views: Sequence[ViewImage], *, keep_windows: bool = False
-) -> dict[int, ViewResult]:
-    """Run one batch of the planned views; return the results by view index."""
-    packed = pack_batch(batch, views)
-    outputs = session.run(packed.images, packed.sizes)
-    return unpack_results(packed.packed_views, outputs, keep_windows=keep_windows)
 
 
 def plan_views(

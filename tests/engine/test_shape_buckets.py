@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prelunet.evaluator.engine.batching import BatchPlan, BatchRules, plan_batches
-from prelunet.evaluator.engine.classify import classify_images, plan_views, run_batch
+from prelunet.evaluator.engine.classify import classify_images, pack_batch, plan_views, unpack_results
 from prelunet.evaluator.engine.shape_buckets import ASPECT_RATIOS, build_shape_buckets
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.protocols import build_protocol
@@ -158,7 +158,8 @@ def test_scores_do_not_depend_on_the_shape_buckets() -> None:
     views = [view for image in images for view in make_views(image, protocol)]
     results: dict[int, Any] = {}
     for batch in plan_views(session, views, shape_buckets_of(session)).batches:
-        results.update(run_batch(session, batch, views))
+        packed = pack_batch(batch, views)
+        results.update(unpack_results(packed.packed_views, session.run(packed.images, packed.sizes)))
     alone = classify_images(session, images, protocol)
     for index, view in enumerate([view for image in alone for view in image.views]):
         np.testing.assert_array_equal(results[index].scores, view.scores)  # the fake computes each image by itself
