@@ -41,9 +41,8 @@ MAX_SCALES = 32  # of `multi-scale`; SPP-net uses six
 MAX_GOLDEN_IMAGES = 16
 MAX_MULTIPLY_ADDS = 2**63 - 1  # of one crop; larger numbers would overflow in float arithmetic
 MAX_NAME_LENGTH = 1000  # characters
-CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # could control a terminal or forge a log line
-# Lone surrogates too: Python decodes command-line bytes that are not UTF-8 to these.
-_FORBIDDEN_CHARACTERS = re.compile(CONTROL_CHARACTERS.pattern + r"|[\ud800-\udfff]")
+# They could control a terminal or forge a log line; the last ones stand for bytes of a command line that are not UTF-8.
+_FORBIDDEN_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 INPUTS = ("images", "sizes")
 OUTPUTS = ("scores", "logits", "windows", "window_scores")
 
@@ -242,9 +241,7 @@ _DERIVED = ("trunk_stride", "min_side", "spp_order", "bin_rule")  # stated for o
 def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
     """Yield (whether the check fails, what is wrong); each check relies on those before it."""
     crop, window, wnids = contract.crop, contract.window, [entry.wnid for entry in contract.classes]
-    texts = [contract.name, *(text for entry in contract.classes for text in (entry.wnid, entry.name))]
-    if fault := next(filter(None, map(_name_fault, texts)), None):
-        yield True, fault
+    _check_names([contract.name, *(text for entry in contract.classes for text in (entry.wnid, entry.name))])
     net = contract.architecture
     if isinstance(net, Architecture):
         stated = (contract.trunk, window, contract.spp_levels, crop)
@@ -288,17 +285,14 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
         yield counts != {len(wnids)}, "golden: there should be one number per class"
 
 
-def _name_fault(text: Any) -> str | None:
-    """Return what is wrong with a name in a file, or None."""
-    if isinstance(text, str) and len(text) <= MAX_NAME_LENGTH and not _FORBIDDEN_CHARACTERS.search(text):
-        return None
-    limits = f"up to {MAX_NAME_LENGTH} characters, without control characters and lone surrogates"
-    return f"{text!a:.60} is not a valid name: names should be text of {limits}"
-
-
 def _check_names(texts: Iterable[str]) -> None:
-    if fault := next(filter(None, map(_name_fault, texts)), None):
-        raise ValueError(fault)
+    """Raise ValueError for a text that cannot be a name in a file."""
+    for text in texts:
+        if not isinstance(text, str) or len(text) > MAX_NAME_LENGTH or _FORBIDDEN_CHARACTERS.search(text):
+            raise ValueError(
+                f"{text!a:.60} is not a valid name: names should be text of up to {MAX_NAME_LENGTH} characters, "
+                "without control characters and lone surrogates"
+            )
 
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=10**9)]
