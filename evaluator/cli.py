@@ -115,7 +115,7 @@ class LazyVerbs(typer.core.TyperGroup):
 
 def load_verb(name: str) -> Any:
     """Import a verb and turn its function into a command."""
-    from .verbs.options.shared import VerbCommand
+    from .verbs.options import VerbCommand
 
     verb, parser = VERBS[name], VerbCommand
     if verb.entry_point:
@@ -126,7 +126,7 @@ def load_verb(name: str) -> Any:
     else:
         function = getattr(importlib.import_module(f"prelunet.evaluator.verbs.{name}"), name)
     if verb.configurable:
-        from .verbs.options.config_file import ConfigurableCommand
+        from .verbs.options import ConfigurableCommand
 
         parser = ConfigurableCommand
     app = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -9,7 +9,7 @@ from typing import Any
 class CliOption:
     """How the command line sets a field: `max_calls: int = option(2048, "Maximum …", min=1)`.
 
-    evaluator/verbs/options/derive.py makes options of them. `HELP_GROUP: ClassVar[str]` of the dataclass is their
+    evaluator/verbs/options.py makes options of them. `HELP_GROUP: ClassVar[str]` of the dataclass is their
     heading in `--help`; `ENVIRONMENT_PREFIX: ClassVar[str]` and the flag's name are the variable that sets each, too.
     help: for `--help`, with the unit; flag: without its dashes, by default the field's name; for a bool also
     `flip/--no-flip`; min, max: inclusive range; metavar: placeholder of the value; default: description of a default

@@ -21,8 +21,7 @@ from ..validation.evaluate_model import estimate_run_memory
 from ..validation.pipeline import prepare
 from ..validation.run import build_run_info, describe_dataset
 from ..validation.timing import StageTimer
-from .options.derive import Only, derive_options
-from .options.shared import GpusOption, ModelOption, ProtocolOption
+from .options import GpusOption, ModelOption, Only, ProtocolOption, derive_options
 
 ENGINE_SECONDS = 3.0  # of computing in each turn, to compare engines
 HEADERS = ("stage", "threads", "seconds", "ms/image", "share of time")

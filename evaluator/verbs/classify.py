@@ -22,8 +22,7 @@ from ..protocols import ProtocolOverrides, build_protocol, default_protocol_name
 from ..python.net import Net
 from ..rpc.credentials import Credentials
 from ..terminal import echo, report
-from .options.derive import Only, derive_options
-from .options.shared import OptionalModelOption, ProtocolOption
+from .options import Only, OptionalModelOption, ProtocolOption, derive_options
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 

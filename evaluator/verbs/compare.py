@@ -32,8 +32,7 @@ from ..terminal import echo, report
 from ..validation.evaluate_model import require_outside_images
 from ..validation.portions import ComparedModel
 from ..validation.run import RUN_FILE
-from .options.derive import Only, derive_options
-from .options.shared import ProtocolOption
+from .options import Only, ProtocolOption, derive_options
 
 Metric = Literal["top1", "top5", "both"]
 

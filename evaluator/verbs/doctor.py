@@ -12,8 +12,7 @@ from ..rpc.credentials import Credentials
 from ..serving.options import ServeOptions
 from ..terminal import echo
 from .doctor_checks import Finding, check_machine, check_model, check_server
-from .options.derive import Only, derive_options
-from .options.shared import OptionalModelOption
+from .options import Only, OptionalModelOption, derive_options
 
 
 @derive_options

@@ -14,7 +14,7 @@ from ..reporting.statistics import error_percent, wilson_interval
 from ..terminal import echo, report, table_lines
 from ..validation.ensemble import Ensemble, ErrorCount
 from ..validation.ensemble import ensemble as average_runs
-from .options.shared import report_next_command
+from .options import report_next_command
 
 
 def ensemble(

@@ -7,7 +7,7 @@ import typer
 
 from ..terminal import echo, report
 from ..validation.merge import merge as join_shards
-from .options.shared import report_next_command
+from .options import report_next_command
 
 
 def merge(

@@ -16,8 +16,7 @@ from ..serving.observability.logs import configure_logging, flush
 from ..serving.options import ServeOptions, require_files
 from ..serving.processes.parent import Parent, choose_processes
 from ..terminal import echo
-from .options.config_file import read_config
-from .options.derive import derive_options
+from .options import derive_options, read_config
 
 
 @derive_options

@@ -21,8 +21,7 @@ from ..terminal import echo, report
 from ..validation.evaluate_model import evaluate_model
 from ..validation.ray_cluster import Cluster
 from ..validation.run import Run, is_run_folder, read_run_info
-from .options.derive import Only, derive_options
-from .options.shared import GpusOption, ModelOption, ProtocolOption, VerboseOption, report_next_command
+from .options import GpusOption, ModelOption, Only, ProtocolOption, VerboseOption, derive_options, report_next_command
 
 # What --json prints of the report.
 JSON_FIELDS = ("images", "evaluated", "refused", "top1_error", "top1_interval", "top5_error", "top5_interval")

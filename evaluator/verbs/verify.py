@@ -13,7 +13,7 @@ from ..engine.session import Placement, Session
 from ..engine.verify import Deviation, require_verified, tolerance_of
 from ..engine.verify import verify as verify_session
 from ..terminal import echo, table_lines
-from .options.derive import Only, derive_options
+from .options import Only, derive_options
 
 
 @derive_options

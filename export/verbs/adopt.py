@@ -8,7 +8,7 @@ import typer
 from ...evaluator.errors import UsageError
 from ...evaluator.files import check_not_input, require_new
 from ...evaluator.terminal import echo, report
-from ...evaluator.verbs.options.derive import derive_options
+from ...evaluator.verbs.options import derive_options
 from ..adoption import NetOptions, describe, resolve_options, warnings_of
 from ..foreign.sidecars import find_net
 

@@ -15,8 +15,7 @@ from ...evaluator.protocols import ProtocolOverrides, build_protocol, default_pr
 from ...evaluator.reporting.report_page import write_report
 from ...evaluator.terminal import echo, report
 from ...evaluator.validation.evaluate_model import default_run_folder, evaluate_model, require_outside_images
-from ...evaluator.verbs.options.derive import Only, derive_options
-from ...evaluator.verbs.options.shared import GpusOption, ProtocolOption, VerboseOption
+from ...evaluator.verbs.options import GpusOption, Only, ProtocolOption, VerboseOption, derive_options
 from ...evaluator.verbs.validate import FreshOption, HeatmapsOption, open_for_run, report_result
 from ..adoption import NetOptions, ensure_model_file
 from ..foreign.sidecars import ClassList

@@ -30,7 +30,7 @@ from prelunet.evaluator.files import (
 from prelunet.evaluator.image_input import encoded_image
 from prelunet.evaluator.rpc.tls import read_small_file
 from prelunet.evaluator.serving.options import ModelFile, require_files
-from prelunet.evaluator.verbs.options.config_file import read_config
+from prelunet.evaluator.verbs.options import read_config
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from prelunet.evaluator.cli_option import option
-from prelunet.evaluator.verbs.options.derive import Only, derive_options
+from prelunet.evaluator.verbs.options import Only, derive_options
 
 
 @dataclass(frozen=True)

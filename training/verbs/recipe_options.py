@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from ...evaluator.verbs.options.derive import replace_parameter
+from ...evaluator.verbs.options import replace_parameter
 from ..recipe import CHOICES, LIMITS, Recipe, convert_value, format_limits
 
 PANEL = "Recipe overrides (defaults are for keys that the recipe omits)"

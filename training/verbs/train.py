@@ -12,7 +12,7 @@ from ...evaluator.architectures import MAX_SIDE, architecture
 from ...evaluator.datasets.open import open_dataset
 from ...evaluator.errors import UsageError
 from ...evaluator.terminal import echo, report
-from ...evaluator.verbs.options.derive import derive_options
+from ...evaluator.verbs.options import derive_options
 from ..data.splits import embedded_dataset_path, median_shorter_side
 from ..loop.execution import Execution
 from ..net.architecture_file import find_architecture
