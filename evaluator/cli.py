@@ -115,9 +115,9 @@ class LazyVerbs(typer.core.TyperGroup):
 
 def load_verb(name: str) -> Any:
     """Import a verb and turn its function into a command."""
-    from .verbs.options import VerbCommand
+    from .verbs.options import ConfigurableCommand, VerbCommand
 
-    verb, parser = VERBS[name], VerbCommand
+    verb = VERBS[name]
     if verb.entry_point:
         from importlib.metadata import entry_points  # here: slow to import, and `--help` does not need it
 
@@ -125,10 +125,7 @@ def load_verb(name: str) -> Any:
         function = entry.load()
     else:
         function = getattr(importlib.import_module(f"prelunet.evaluator.verbs.{name}"), name)
-    if verb.configurable:
-        from .verbs.options import ConfigurableCommand
-
-        parser = ConfigurableCommand
+    parser = ConfigurableCommand if verb.configurable else VerbCommand
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command(name, cls=parser, help=function.__doc__)(function)
     command = build_command(app)

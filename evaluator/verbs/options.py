@@ -8,7 +8,6 @@ import inspect
 import json
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import partial, wraps
@@ -21,7 +20,7 @@ import typer.core
 from ..cli_option import CliOption
 from ..engine.session import Placement
 from ..errors import UsageError
-from ..files import read_regular
+from ..files import read_toml
 from ..protocols import ProtocolOverrides
 from ..terminal import echo, report
 from ..validation.run import Run
@@ -278,13 +277,7 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
     """
     if path is None:
         return None
-    try:
-        settings = tomllib.loads(read_regular(path).decode())
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror or error}. Give the path of a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path}: not TOML: {error}") from error
-    options = options_by_key(ctx)
+    settings, options = read_toml(path, "Give --config the path of a TOML file"), options_by_key(ctx)
     if unknown := sorted(settings.keys() - options.keys()):
         raise UsageError(
             f"{path}: unknown option {', '.join(repr(key) for key in unknown)}. Valid options: {', '.join(options)}"
