@@ -30,8 +30,8 @@ from .decoding import PROCESS_BYTES, SMALL_BYTES
 from .models import serving_rules
 from .options import ServeOptions
 from .scheduling.admission import with_reserve
-from .scheduling.executor import worker_threads
 from .scheduling.model import largest_own_view
+from .scheduling.shared_cores import worker_threads
 
 PARENT_BYTES = 2**27  # of `--memory-limit`, for the parent of several processes
 _COPIES = 2  # of an encoded image: in the queue, and in its message or a decoding process (measured: 1.3)

@@ -14,6 +14,7 @@ from ..imaging.limits import PILLOW_MAX_PIXELS, DecodeLimits
 from ..machine import cores
 from ..rpc.status import MAX_MESSAGE_BYTES
 from .proxies import TrustedProxies
+from .scheduling.shared_cores import SharedCores
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DAY = 86_400.0  # seconds
@@ -81,9 +82,9 @@ class QueueOptions:
     """Limits on unanswered images, and how long a batch waits to fill.
 
     ready_views, ready_bytes: decoded ahead of the device, over all models; decode_threads: beside a GPU, for images
-    that are easy to decode; batch_wait: in seconds; turn_cost, turn_work: a CPU's thread takes several images at once
-    whose decoding costs at most this much together, in view pixels (6 ms), and whose views take at most so many
-    multiply-adds (some 10 ms): a newcomer should not wait behind more.
+    that are easy to decode; cores: for threads that compute; batch_wait: in seconds; turn_cost, turn_work: a CPU's
+    thread takes several images at once whose decoding costs at most this much together, in view pixels (6 ms), and
+    whose views take at most so many multiply-adds (some 10 ms): a newcomer should not wait behind more.
     """
 
     HELP_GROUP: ClassVar[str] = "Queue"
@@ -116,6 +117,7 @@ class QueueOptions:
         max=1000,
         default="one more than cores",
     )
+    cores: SharedCores = field(default_factory=SharedCores, compare=False)
     turn_cost: int = 2_000_000
     turn_work: int = 2 * 10**8
     batch_wait: float = option(

@@ -8,6 +8,7 @@ and has all processes load and unload the same models.
 import asyncio
 import importlib.metadata
 import logging
+import os
 import signal
 import socket
 import sys
@@ -35,7 +36,7 @@ CORES, MAX_PROCESSES = 4, 8  # for each process by default; processes by default
 _MEMORY = 2**31  # of `--memory-limit`, for each process by default
 _HEALTHY, _SHORTEST_PAUSE, _LONGEST_PAUSE = 60.0, 1.0, 60.0  # seconds: see `_keep`
 _METRICS_SECONDS = 2.0  # for the other processes to send their metrics; those that take longer are left out
-_START = "import sys; from prelunet.evaluator.serving.processes.worker import work; work(int(sys.argv[1]))"
+_START = "import sys; from prelunet.evaluator.serving.processes.worker import work; work(*map(int, sys.argv[1:]))"
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class Parent:
         self._changing = asyncio.Lock()
         self._first_ready, self._stopping = asyncio.Event(), asyncio.Event()
         self._report: Callable[[str], None] = lambda _line: None
+        self._notes = os.memfd_create("cores")  # of `SharedCores`
+        os.ftruncate(self._notes, count)
 
     async def serve(self, report: Callable[[str], None]) -> ServeResult:
         """Serve until a signal; see `lifecycle.serve`. Raises the error of a process that cannot start."""
@@ -149,9 +152,10 @@ class Parent:
         """Run a process; return its exit status once it has ended."""
         ours, theirs = socket.socketpair()
         with theirs:
+            inherited = theirs.fileno(), self._notes
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-c", _START, str(theirs.fileno()),
-                pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL,
+                sys.executable, "-P", "-c", _START, *map(str, inherited),
+                pass_fds=inherited, stdin=asyncio.subprocess.DEVNULL,
                 process_group=0,  # else Ctrl-C would interrupt its imports, with a traceback
             )  # fmt: skip
         self._processes[number] = process
@@ -167,7 +171,9 @@ class Parent:
         link = self._links[number] = Link({name: partial(handler, number) for name, handler in handlers.items()})
         await link.open(ours)
         await link.run()
-        return await process.wait()
+        code = await process.wait()
+        os.pwrite(self._notes, b"\0", number - 1)  # it computes no more
+        return code
 
     # What a process asks, with its number
 

@@ -27,11 +27,11 @@ from msgspec import Struct, structs
 from ...engine.batching import Batch, BatchPlan
 from ...engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, unpack_results
 from ...errors import ContractError, DeviceLost, OutOfMemory, UsageError
-from ...machine import cores
 from ..decoding import DecodeProcess
 from ..observability.logs import release_frames
 from .model import ServedModel
 from .request import ReadyView, Request, as_reported
+from .shared_cores import worker_threads
 from .waiting import SMALL_PIXELS, Waiting
 from .watchdog import Watchdog
 
@@ -39,11 +39,6 @@ _SHORT_WORK = 2e7  # multiply-adds of a batch, about a millisecond: more threads
 _HOPELESS_FACTOR = 2  # a view is not run if its remaining time is less than 1/2 of its batch's expected time
 
 log = logging.getLogger(__name__)
-
-
-def worker_threads() -> int:
-    """Return the number of threads on a CPU: one for each core, and two at least, to decode beside a batch."""
-    return max(2, cores())
 
 
 class _FormedBatch(Struct, eq=False):
@@ -86,7 +81,6 @@ class BatchExecutor:
         self._staged: _FormedBatch | None = None
         self._device = device
         self._threads: list[threading.Thread] = []
-        self._computing = 0  # threads that compute
         self._watchdog = Watchdog(self._on_hang)
         self.ensure_threads(1 if gpu else worker_threads())
         if gpu:
@@ -103,8 +97,8 @@ class BatchExecutor:
 
     def ensure_threads(self, number: int) -> None:
         """Have at least this many threads that compute; called before a session with so many lanes is used."""
-        while self._computing < number:
-            self._computing += 1
+        while self._waiting.workers.threads < number:
+            self._waiting.workers.threads += 1
             self.start(f"compute-{self._device}", self._work)
 
     def join(self) -> None:
@@ -138,6 +132,7 @@ class BatchExecutor:
         with waiting.lock:
             waiting.may_stage = False
             while True:
+                waiting.wait_for_core()
                 if self._decodes and (images := waiting.take_images(newcomers=True)):
                     if ready.startable() is not None:
                         waiting.workers.wake()

@@ -6,6 +6,7 @@ from threading import get_ident
 from .fair_queue import FairQueue
 from .model import ServedModel
 from .request import ReadyView, Request
+from .shared_cores import SharedCores
 
 _PLANNED_BATCHES = 3  # plan no more views at a time than these batches hold: hundreds take tens of milliseconds
 
@@ -13,8 +14,9 @@ _PLANNED_BATCHES = 3  # plan no more views at a time than these batches hold: hu
 class ReadyQueue(FairQueue[ReadyView]):
     """bytes: of the waiting views; running: batches that have left the queue and not ended; planning: one is formed."""
 
-    def __init__(self) -> None:
+    def __init__(self, cores: SharedCores) -> None:
         super().__init__()
+        self._cores = cores
         self.bytes = 0.0
         self.running = 0
         self.planning = False
@@ -67,7 +69,7 @@ class ReadyQueue(FairQueue[ReadyView]):
         """
         if len(self) or self.planning or (self.running and self.running >= min(lanes, self._lanes)):
             return None
-        in_lane = short or 2 * (self.running + images) > lanes
+        in_lane = short or 2 * (self.running + images) > min(lanes, self._cores.threads())
         if not in_lane and self.running:
             return None
         self._begin(lanes if in_lane else 1)
@@ -131,7 +133,7 @@ class ReadyQueue(FairQueue[ReadyView]):
         after the other, on all threads.
         """
         lanes = min(view.lanes, self._lanes) if self.running else view.lanes
-        return self.running < lanes and 2 * (self.running + views) > lanes > 1
+        return self.running < lanes > 1 and 2 * (self.running + views) > min(lanes, self._cores.threads())
 
     def _count(self, view: ReadyView, sign: int) -> None:
         model = view.request.model

@@ -19,6 +19,7 @@ from ..options import QueueOptions
 from .decode_queue import DecodeQueue
 from .ready_queue import ReadyQueue
 from .request import Decoder, ReadyView, Request, deliver
+from .shared_cores import SharedCores
 
 # Clients that already have ready views may use this share of the limits on ready views. The rest is for other clients,
 # so that their images are decoded during a busy client's batch and not after it.
@@ -68,6 +69,30 @@ class IdleThreads:
             self._waiting.pop().release()
 
 
+class Workers(IdleThreads):
+    """The threads that compute, of which only as many work at once as this process has cores. threads: all of them."""
+
+    def __init__(self, lock: threading.RLock, cores: SharedCores) -> None:
+        super().__init__(lock)
+        self.threads = 0
+        self._cores = cores
+
+    def available(self) -> int:
+        """Return the number of threads that may be woken now, less than 0 if too many work."""
+        return min(len(self), self._cores.threads() - (self.threads - len(self)))
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Do the same; the other processes see whether threads of this one work."""
+        self._cores.note(computes=len(self) + 1 < self.threads)
+        super().wait(seconds)
+        self._cores.note(computes=True)
+
+    def wake(self) -> None:
+        """Do the same, unless enough threads work: those take what comes once they are done."""
+        if self.available() > 0:
+            super().wake()
+
+
 class Waiting:
     """The queues of a device.
 
@@ -79,9 +104,9 @@ class Waiting:
 
     def __init__(self, options: QueueOptions, process_share: float, *, decoders: bool) -> None:
         self.options = options
-        self.images, self.ready = DecodeQueue(process_share), ReadyQueue()
+        self.images, self.ready = DecodeQueue(process_share), ReadyQueue(options.cores)
         self.lock = threading.RLock()  # also a thread that holds it may end requests
-        self.workers, self.stageable = IdleThreads(self.lock), threading.Condition(self.lock)
+        self.workers, self.stageable = Workers(self.lock, options.cores), threading.Condition(self.lock)
         self.decoders: dict[Decoder, IdleThreads] = {
             "thread": IdleThreads(self.lock) if decoders else self.workers,
             "process": IdleThreads(self.lock),
@@ -123,6 +148,11 @@ class Waiting:
 
     # For threads that hold the lock
 
+    def wait_for_core(self) -> None:
+        """Wait while more threads compute than this process has cores."""
+        while self.workers.available() < 0 and not self.closed:
+            self.workers.wait()
+
     def take_image(self, decoder: Decoder) -> Request | None:
         """Take the next image, if there is room for its views."""
         if (request := self._next_image(decoder)) is not None:
@@ -137,7 +167,8 @@ class Waiting:
         taken: list[Request] = []
         if not (waiting := len(self.images.waiting["thread"])):
             return taken
-        options, share, pixels, cost, work = self.options, -(-waiting // (1 + len(self.workers))), 0, 0.0, 0.0
+        share = -(-waiting // (1 + max(0, self.workers.available())))
+        options, pixels, cost, work = self.options, 0, 0.0, 0.0
         while len(taken) < _TAKEN_AT_ONCE and (request := self._next_image("thread")) is not None:
             pixels += request.plan.pixels
             cost, work = cost + request.decode_cost, work + request.plan.multiply_adds
