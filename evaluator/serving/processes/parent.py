@@ -47,8 +47,10 @@ def choose_processes(options: ServeOptions) -> int:
     One on a GPU, whose memory each would take, with a Unix socket, which cannot be shared, on systems that do not share
     out connections, and where one process uses all cores: for a large model file, or on another device than `cpu`. Else
     one for every CORES cores (docs/performance.md), as far as the memory limit allows.
-    Raises UsageError if the given number cannot share a Unix socket.
+    Raises UsageError if the given number cannot share a Unix socket, or the system does not share out connections.
     """
+    if options.processes > 1 and sys.platform != "linux":
+        raise UsageError(f"--processes {options.processes}: only Linux shares out connections. Start several servers")
     sockets = options.unix_socket is not None or options.http.unix_socket is not None
     if options.processes > 1 and sockets:
         raise UsageError(f"--processes {options.processes}: a Unix socket belongs to one process. Use ports instead")

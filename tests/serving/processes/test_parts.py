@@ -78,6 +78,12 @@ def test_several_processes_cannot_share_a_unix_socket(model: ModelFile) -> None:
         choose_processes(ServeOptions((model,), processes=2, unix_socket=Path("a.sock")))
 
 
+def test_several_processes_need_linux(model: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(UsageError, match="--processes 2: only Linux"):
+        choose_processes(ServeOptions((model,), processes=2))
+
+
 def test_ports_are_taken_before_any_process_listens_and_only_its_own_processes_share_them(model: ModelFile) -> None:
     options = ServeOptions((model,), port=0, metrics_port=0)
     with held_ports(options) as held:
