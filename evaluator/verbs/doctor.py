@@ -57,10 +57,12 @@ def _print(findings: Sequence[Finding], *, passed: bool, as_json: bool) -> None:
     if as_json:
         echo(json.dumps({"passed": passed, "findings": [finding.to_json() for finding in findings]}))
         return
+    given = {""}
     for finding in findings:
         echo(f"{finding.state:<6} {finding.name:<15} {finding.message}")
-        if finding.fix:
+        if finding.fix not in given:
             echo(f"{'':<22} → {finding.fix}")
+        given.add(finding.fix)
 
 
 def _failure(wrong: Sequence[Finding], total: int, *, as_json: bool) -> CheckFailed:

@@ -15,6 +15,7 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.engine.runtimes import onnx as onnx_runtime
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving.server import Server
+from prelunet.evaluator.verbs import doctor as doctor_verb
 from prelunet.evaluator.verbs import doctor_checks
 from prelunet.evaluator.verbs.doctor_checks import Finding, check_machine
 from tests.conftest import ExportedNet, with_contract
@@ -180,6 +181,16 @@ def test_in_lines_each_fault_is_printed_once(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr()
     assert printed.err == "prelunet: 1 of 1 findings is wrong: server. How to fix this is printed with them\n"
     assert "connection refused" in printed.out
+
+
+def test_in_lines_each_advice_is_printed_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = [Finding(name, "it could work better", "note", "buy another machine") for name in ("one", "two")]
+    monkeypatch.setattr(doctor_verb, "check_machine", lambda *_: same)
+    assert run(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert (out.count("it could work better"), out.count("buy another machine")) == (2, 1)
 
 
 def test_of_a_client_only_the_server_is_checked_unless_it_has_a_model(
