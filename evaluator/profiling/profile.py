@@ -25,6 +25,16 @@ _THREADS_OF: dict[Stage, str] = {
     "read": "pool", "decode": "pool", "resize": "pool", "pack": "session", "upload": "session", "compute": "session",
     "wait": "session", "average": "caller",
 }  # fmt: skip
+_STEPS: dict[str, tuple[tuple[Stage, ...], str]] = {  # with their stages, and what makes each faster
+    "computing": (("compute",), "A faster engine, if one is listed, or --threads 0 may help"),
+    "reading and decoding": (
+        ("read", "decode", "resize"),
+        "More --threads, images saved closer to the protocol's scales or a faster disk may help",
+    ),
+    "packing batches": (("pack", "upload"), "Fewer scales, or another --device, may help"),
+    "averaging scores": (("average",), "Fewer scales may help"),
+}
+_BUSY = 0.7  # share of the time; a step that is busy for less seldom keeps others waiting
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,15 @@ class Measurement:
             for stage in STAGES
         ]
 
+    def bound(self) -> str:
+        """Return in a sentence which step bounds the rate, because its threads are busy, and what may help."""
+        shares = {stage["stage"]: stage["share"] for stage in self.stages()}
+        busy = {step: sum(shares[stage] for stage in stages) for step, (stages, _) in _STEPS.items()}
+        step = max(busy, key=lambda each: busy[each])
+        if busy[step] < _BUSY:
+            return "No step is busy most of the time, so nothing is known to bound the rate. Measure more images"
+        return f"Bound by {step}, which takes {busy[step]:.0%} of its threads' time. {_STEPS[step][1]}"
+
     def to_json(self) -> dict[str, Any]:
         """Return the measurement as plain data."""
         return {
@@ -71,6 +90,7 @@ class Measurement:
             "images_together": self.images_together,
             "sessions": self.sessions,
             "stages": self.stages(),
+            "bound": self.bound(),
             "views": self.totals.views,
             "batches": self.totals.batches,
             "canvas_changes": self.totals.canvas_changes,

@@ -1,4 +1,4 @@
-"""`prelunet bench`: where an evaluation spends its time, and how fast other engines compute."""
+"""`prelunet bench`: where an evaluation spends its time, what bounds it, and how fast other engines compute."""
 
 import json
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def bench(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write the JSON to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure where `prelunet validate` spends its time with these options, and how fast other engines compute."""
+    """Measure what bounds `prelunet validate` with these options, stage by stage, and how fast other engines are."""
     if output is not None:
         require_writable(output)
     sessions = open_sessions(model, placement, gpus)
@@ -101,7 +101,7 @@ def _other_engines(
 
 
 def _lines(measured: Measurement, protocol: EvaluationProtocol, engines: Sequence[EngineComparison]) -> list[str]:
-    """Return the table of stages, the rate, and the other engines."""
+    """Return the table of stages, the rate, what bounds it, and the other engines."""
     rows: list[Sequence[str]] = [HEADERS]
     for row in measured.stages():
         numbers = f"{row['seconds']:.2f}", f"{row['ms_per_image']:.2f}", f"{row['share']:.1%}"
@@ -111,6 +111,7 @@ def _lines(measured: Measurement, protocol: EvaluationProtocol, engines: Sequenc
         *table_lines(rows, right_aligned=HEADERS[1:]),
         "",
         f"{measured.images:,} images{refused}, {measured.totals.views:,} views, {protocol.name}",
-        f"{measured.seconds:.1f} s: {measured.images_per_second:.3g} images/s",
+        f"{measured.seconds:.1f} s: {measured.images_per_second:.3g} images/s, padding {measured.totals.padding:.1%}",
+        measured.bound(),
         *map(str, engines),
     ]

@@ -111,6 +111,26 @@ def test_rates_and_shares_are_of_the_threads_that_do_it() -> None:
     assert measured.to_json()["padding"] == 0.1
 
 
+@pytest.mark.parametrize(
+    ("spent", "words"),
+    [
+        (
+            {"compute": 19.0, "decode": 30.0},
+            "Bound by computing, which takes 95% of its threads' time. A faster engine",
+        ),
+        ({"compute": 9.0, "read": 16.0, "resize": 20.0}, "Bound by reading and decoding, which takes 90%"),
+        ({"compute": 9.0, "decode": 9.0, "pack": 8.0, "upload": 8.0}, "Bound by packing batches, which takes 80%"),
+        ({"compute": 9.0, "average": 8.0, "wait": 11.0}, "Bound by averaging scores, which takes 80%"),
+        ({"compute": 13.0, "decode": 20.0, "wait": 7.0}, "No step is busy most of the time"),
+    ],
+)
+def test_the_step_whose_threads_are_busy_bounds_the_rate(spent: dict[str, float], words: str) -> None:
+    totals = StageTotals({**dict.fromkeys(STAGES, 0.0), **spent}, images=40)
+    measured = Measurement(40, 0, 10.0, 10, sessions=2, threads=4, totals=totals)
+    assert measured.bound().startswith(words)
+    assert measured.to_json()["bound"] == measured.bound()
+
+
 BF16 = EngineComparison("openvino", "bf16", 5.8, images=2000, other_first_answers=6)
 
 
@@ -206,7 +226,7 @@ def test_the_table_has_every_stage_and_states_what_was_measured(
     assert tuple(line.split()[0] for line in lines[1:9]) == STAGES
     assert lines[1].split()[1] == "2"
     assert "25 images, 1 of them refused, 96 views, dense-29-36\n" in output.out
-    assert re.search(r"s: \S+ images/s\n", output.out)
+    assert re.search(r"s: \S+ images/s, padding 0\.0%\n(Bound by|No step is) ", output.out)
     assert lines[-1] == (
         "--device openvino --precision bf16: 5.8 times as fast here, other first answers for 6 of 2,000 images"
     )
