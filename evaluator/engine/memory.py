@@ -52,7 +52,7 @@ GPU_PORTION_BYTES = 6 * 2**30
 PORTION_SHARE = 16  # a portion takes at most a sixteenth of a limit
 PACKED_BATCHES = 8  # in main memory: on a GPU three page-locked ones, of up to twice the size, and two packed ones
 RESULT_PORTIONS = 3  # portions whose results are kept until they are averaged
-LISTED_BYTES_PER_IMAGE = 1280  # for names of 40 characters
+LISTED_BYTES_PER_IMAGE = 1024  # for names of 40 characters, without 30 bytes per view
 
 # Of a GPU: assumptions, unless a measurement is named.
 GPU_BATCH_BYTES = 6 * 2**30  # unless a limit is lower: about 10 Mpixel of net C, far more than fill a GPU
@@ -247,7 +247,7 @@ def estimate_memory(
         "batches": largest_batch_bytes(session, protocol, rules, pipelines=sessions),
         "images": sessions * 2 * portion * image_bytes(protocol),
         "decoding": (GPU_DECODE_BYTES if gpu else DECODE_BYTES) + encoded,
-        "results": sessions * scores * scored + LISTED_BYTES_PER_IMAGE * images,
+        "results": sessions * scores * scored + (LISTED_BYTES_PER_IMAGE + 32 * len(protocol.views)) * images,
     }
     return MemoryEstimate(parts, base + loading + (sessions - 1) * weights)
 

@@ -62,7 +62,7 @@ async def evaluate(
 
     dataset_name: for the report, which uses the last part of a path; on_progress: called at most once every
     `PROGRESS_INTERVAL` seconds, never concurrently; max_images: maximum number of images. Memory until the report: per
-    image its name and refusal, together at most MAX_TEXT_BYTES, and 1.3 kB.
+    image about 1 kB, and 30 bytes per view; names and refusals, at most MAX_TEXT_BYTES in all.
 
     A file that is not an image counts as refused. While an image waits for admission, the next one is not read.
     Raises DatasetError if there is no image or if two have the same name, and UsageError if there are too many, or if

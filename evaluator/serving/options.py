@@ -82,9 +82,9 @@ class QueueOptions:
     """Limits on unanswered images, and how long a batch waits to fill.
 
     ready_views, ready_bytes: decoded ahead of the device, over all models; decode_threads: beside a GPU, for images
-    that are easy to decode; cores: for threads that compute; batch_wait: in seconds; turn_cost, turn_work: a CPU's
-    thread takes several images at once whose decoding costs at most this much together, in view pixels (6 ms), and
-    whose views take at most so many multiply-adds (some 10 ms): a newcomer should not wait behind more.
+    that are easy to decode; cores: limit how many threads compute; batch_wait: in seconds; turn_cost, turn_work: the
+    thread of a CPU takes several images at once whose decoding costs at most this much together, in view pixels (6 ms),
+    and whose views take at most so many multiply-adds (some 10 ms): a newcomer should not wait behind more.
     """
 
     HELP_GROUP: ClassVar[str] = "Queue"

@@ -1,9 +1,9 @@
 """Evaluate on the machines of a Ray cluster: an adapter between `validate` and Ray's tasks.
 
 A task evaluates a chunk, on a GPU several. Ray starts the workers, runs the tasks on them and repeats those of lost
-workers. A worker opens the model file and the dataset by their paths, and
-checks that model and versions are the driver's before it evaluates anything. Only the driver writes the run folder,
-chunk by chunk and in order, so the run equals that of a single machine.
+workers. A worker opens the model file and the dataset by their paths, and checks that model and versions are the
+driver's before it evaluates anything. Only the driver writes the run folder, chunk by chunk and in order, so the run
+equals that of a single machine.
 """
 
 import io
@@ -45,7 +45,7 @@ class Cluster:
     address: of a Ray cluster (HOST:PORT), `auto` for the one this machine belongs to, `local` to start one for this
     run; workers: number of workers, 0 for as many as fit; cpus: CPUs and threads per worker, 0 for four, or for all
     CPUs of a smaller machine.
-    Raises UsageError for an address without a port.
+    Raises UsageError for an address without host or port.
     """
 
     address: str
@@ -53,7 +53,8 @@ class Cluster:
     cpus: int = 0
 
     def __post_init__(self) -> None:
-        if self.address not in {"auto", "local"} and not self.address.rpartition(":")[2].isdecimal():
+        host, _, port = self.address.rpartition(":")
+        if self.address not in {"auto", "local"} and not (host and port.isdecimal()):
             raise UsageError(
                 f"--ray {self.address!r}: not the address of a cluster. Pass HOST:PORT of its head node, such as "
                 "head:6379, auto for the cluster that this machine belongs to, or local to start one here"

@@ -263,6 +263,7 @@ class _Metadata:
 
 def _parse_classes(value: Any) -> tuple[ClassEntry, ...]:
     classes = convert(value, tuple[ClassEntry, ...])
+    "".join(text for entry in classes for text in (entry.wnid, entry.name)).encode()  # raises for half characters
     if not classes or len({entry.wnid for entry in classes}) != len(classes):
         raise ValueError("empty, or a duplicate wnid")
     return classes

@@ -17,7 +17,8 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from prometheus_client import Metric
 
@@ -50,7 +51,9 @@ def choose_processes(options: ServeOptions) -> int:
     Raises UsageError if the given number cannot share a Unix socket, or the system does not share out connections.
     """
     if options.processes > 1 and sys.platform != "linux":
-        raise UsageError(f"--processes {options.processes}: only Linux shares out connections. Start several servers")
+        raise UsageError(
+            f"--processes {options.processes}: only on Linux can processes share a port. Start servers on several ports"
+        )
     sockets = options.unix_socket is not None or options.http.unix_socket is not None
     if options.processes > 1 and sockets:
         raise UsageError(f"--processes {options.processes}: a Unix socket belongs to one process. Use ports instead")
@@ -84,8 +87,7 @@ class Parent:
         self._changing = asyncio.Lock()
         self._first_ready, self._stopping = asyncio.Event(), asyncio.Event()
         self._report: Callable[[str], None] = lambda _line: None
-        self._notes = os.memfd_create("cores")  # of `SharedCores`
-        os.ftruncate(self._notes, count)
+        self._shared = file_in_memory(count)  # the notes of `SharedCores`
 
     async def serve(self, report: Callable[[str], None]) -> ServeResult:
         """Serve until a signal; see `lifecycle.serve`. Raises the error of a process that cannot start."""
@@ -154,7 +156,7 @@ class Parent:
         """Run a process; return its exit status once it has ended."""
         ours, theirs = socket.socketpair()
         with theirs:
-            inherited = theirs.fileno(), self._notes
+            inherited = theirs.fileno(), self._shared.fileno()
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-c", _START, *map(str, inherited),
                 pass_fds=inherited, stdin=asyncio.subprocess.DEVNULL,
@@ -174,7 +176,7 @@ class Parent:
         await link.open(ours)
         await link.run()
         code = await process.wait()
-        os.pwrite(self._notes, b"\0", number - 1)  # it computes no more
+        os.pwrite(self._shared.fileno(), b"\0", number - 1)  # it computes no more
         return code
 
     # What a process asks, with its number
@@ -223,6 +225,14 @@ class Parent:
         calls = [asyncio.wait_for(link.call("metrics"), _METRICS_SECONDS) for link in others.values()]
         found = await asyncio.gather(*calls, return_exceptions=True)
         return {other: each for other, each in zip(others, found, strict=True) if isinstance(each, list)}
+
+
+def file_in_memory(size: int) -> IO[bytes]:
+    """Return a file of zeros; on disk only where Python was built without `memfd_create`, as some distributions do."""
+    in_memory = hasattr(os, "memfd_create")
+    created = os.fdopen(os.memfd_create("cores"), "r+b") if in_memory else TemporaryFile()  # noqa: SIM115
+    created.truncate(size)
+    return created
 
 
 def part_of(options: ServeOptions, count: int) -> ServeOptions:

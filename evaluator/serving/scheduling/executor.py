@@ -98,8 +98,9 @@ class BatchExecutor:
     def ensure_threads(self, number: int) -> None:
         """Have at least this many threads that compute; called before a session with so many lanes is used."""
         while self._waiting.workers.threads < number:
-            self._waiting.workers.threads += 1
             self.start(f"compute-{self._device}", self._work)
+            with self._waiting.lock:
+                self._waiting.workers.change(1)
 
     def join(self) -> None:
         """Wait for the threads to end, after `Waiting.close`."""
@@ -109,9 +110,13 @@ class BatchExecutor:
         self._watchdog_thread.join()
 
     def _work(self) -> None:
-        while (task := self._next_task()) is not None:
-            task()
-            del task  # free what it holds before waiting for the next
+        try:
+            while (task := self._next_task()) is not None:
+                task()
+                del task  # free what it holds before waiting for the next
+        finally:
+            with self._waiting.lock:
+                self._waiting.workers.change(-1)
 
     def _next_task(self) -> Callable[[], None] | None:
         with self._forming:

@@ -129,8 +129,8 @@ class ReadyQueue(FairQueue[ReadyView]):
     def _use_lane(self, view: ReadyView, views: int) -> bool:
         """Return whether a batch with this view is for a lane. views: number of those that wait.
 
-        Together with the batches that run they should fill more than half of the lanes. Fewer are sooner done one batch
-        after the other, on all threads.
+        Together with the batches that run they should fill more than half of the lanes, or of the threads that may
+        compute now. Fewer are sooner done one batch after the other, on all threads.
         """
         lanes = min(view.lanes, self._lanes) if self.running else view.lanes
         return self.running < lanes > 1 and 2 * (self.running + views) > min(lanes, self._cores.threads())

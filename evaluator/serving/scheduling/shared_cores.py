@@ -10,8 +10,8 @@ class SharedCores:
     """How many threads of this process may compute at once.
 
     More threads than cores would take the cores from each other, and those of a process Python's lock, too. notes: a
-    byte for each process, in memory that all share: whether it computes; by default there is only this one. number: of
-    this process, from 1.
+    byte for each process, in memory that all share: how many of its threads compute; by default there is only this one.
+    number: of this process, from 1.
     """
 
     def __init__(self, notes: "bytearray | mmap.mmap | None" = None, number: int = 1) -> None:
@@ -19,15 +19,19 @@ class SharedCores:
         self._own = number - 1
         self._threads = worker_threads()
 
-    def note(self, *, computes: bool) -> None:
-        """Tell the other processes whether this one computes."""
-        self._notes[self._own] = computes
+    def note(self, computing: int) -> None:
+        """Tell the other processes how many threads of this one compute."""
+        self._notes[self._own] = max(0, min(computing, 255))
 
     def threads(self) -> int:
-        """Return the number of threads: while others compute, too, the part of one of them, at least one."""
-        notes = self._notes[:]
-        others = len(notes) - notes.count(0) - notes[self._own]
-        return -(-self._threads // (1 + others)) if others else sys.maxsize
+        """Return the number of threads: an equal part, and what the others that compute leave; no limit if none does.
+
+        At least one, also where a batch then keeps its process from decoding: with as many processes as cores.
+        """
+        others = [threads for place, threads in enumerate(self._notes[:]) if threads and place != self._own]
+        if not others:
+            return sys.maxsize
+        return max(-(-self._threads // (1 + len(others))), self._threads - sum(others))
 
 
 def worker_threads() -> int:

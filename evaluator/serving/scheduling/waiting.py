@@ -70,7 +70,7 @@ class IdleThreads:
 
 
 class Workers(IdleThreads):
-    """The threads that compute, of which only as many work at once as this process has cores. threads: all of them."""
+    """The threads that compute, of which only as many work at once as `SharedCores` says. threads: all of them."""
 
     def __init__(self, lock: threading.RLock, cores: SharedCores) -> None:
         super().__init__(lock)
@@ -82,15 +82,20 @@ class Workers(IdleThreads):
         return min(len(self), self._cores.threads() - (self.threads - len(self)))
 
     def wait(self, seconds: float | None = None) -> None:
-        """Do the same; the other processes see whether threads of this one work."""
-        self._cores.note(computes=len(self) + 1 < self.threads)
+        """Do the same; the other processes see how many threads of this one work."""
+        self._cores.note(self.threads - len(self) - 1)
         super().wait(seconds)
-        self._cores.note(computes=True)
+        self._cores.note(self.threads - len(self))
 
     def wake(self) -> None:
         """Do the same, unless enough threads work: those take what comes once they are done."""
         if self.available() > 0:
             super().wake()
+
+    def change(self, number: int) -> None:
+        """Note that so many threads have started, or with a negative number have ended."""
+        self.threads += number
+        self._cores.note(self.threads - len(self))
 
 
 class Waiting:
@@ -149,7 +154,7 @@ class Waiting:
     # For threads that hold the lock
 
     def wait_for_core(self) -> None:
-        """Wait while more threads compute than this process has cores."""
+        """Wait while more threads compute than `SharedCores` says."""
         while self.workers.available() < 0 and not self.closed:
             self.workers.wait()
 

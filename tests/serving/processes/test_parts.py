@@ -1,6 +1,7 @@
 """How many processes a server has, how they talk to their parent, and how their metrics are written."""
 
 import asyncio
+import mmap
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +20,8 @@ from prelunet.evaluator.serving.observability.metrics import Metrics, ModelMetri
 from prelunet.evaluator.serving.options import HttpOptions, ModelFile, ServeOptions
 from prelunet.evaluator.serving.processes import parent
 from prelunet.evaluator.serving.processes.link import Link
-from prelunet.evaluator.serving.processes.parent import choose_processes, held_ports
+from prelunet.evaluator.serving.processes.parent import choose_processes, file_in_memory, held_ports
+from prelunet.evaluator.serving.scheduling.shared_cores import SharedCores
 from tests.serving.event_loop import async_test
 
 
@@ -78,9 +80,21 @@ def test_several_processes_cannot_share_a_unix_socket(model: ModelFile) -> None:
         choose_processes(ServeOptions((model,), processes=2, unix_socket=Path("a.sock")))
 
 
+@pytest.mark.parametrize("lacking", [False, True])
+def test_the_memory_that_processes_share_also_exists_where_python_lacks_that_of_linux(
+    monkeypatch: pytest.MonkeyPatch, lacking: bool
+) -> None:
+    if lacking:
+        monkeypatch.delattr("os.memfd_create")
+    with file_in_memory(3) as file, mmap.mmap(file.fileno(), 0) as memory:
+        SharedCores(memory, 2).note(2)
+        assert memory[:] == b"\0\2\0"
+        assert file.read() == b"\0\2\0", "another process sees it"
+
+
 def test_several_processes_need_linux(model: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
-    with pytest.raises(UsageError, match="--processes 2: only Linux"):
+    with pytest.raises(UsageError, match="--processes 2: only on Linux"):
         choose_processes(ServeOptions((model,), processes=2))
 
 

@@ -116,8 +116,8 @@ def test_an_address_where_nothing_listens_is_an_error_with_the_fix(
         evaluated_on(address, session, model, dataset)
 
 
-@pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:", "127.0.0.1:port", "LOCAL", "head:6379 "])
-def test_an_address_without_a_port_is_refused_before_a_run_folder_is_created(
+@pytest.mark.parametrize("address", ["", "6379", ":6379", "127.0.0.1:", "127.0.0.1:port", "LOCAL", "head:6379 "])
+def test_an_address_without_host_or_port_is_refused_before_a_run_folder_is_created(
     address: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
