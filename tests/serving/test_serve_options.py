@@ -175,6 +175,7 @@ def test_the_variable_of_an_option_is_its_flag_in_capitals(capsys: pytest.Captur
         ("port = 1.5", r"serve\.toml: port is '1\.5': .*integer"),
         ("port = true", r"serve\.toml: port is 'true': .*integer"),
         ("port = 70000", r"serve\.toml: port is '70000': .*65535"),
+        ("max-image-pixels = 60_000_000", r"max-image-pixels is '60000000': .*59652323"),  # a third of Pillow's limit
         ("port = [1]", r"serve\.toml: port: expected one value, not a list"),
         ("port = 2020-01-01", r"serve\.toml: port: expected a string, a number"),
         ("device = 'tpu'", r"serve\.toml: device is 'tpu': .*openvino"),

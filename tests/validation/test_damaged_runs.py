@@ -143,6 +143,15 @@ def test_compare_refuses_a_run_with_a_damaged_line_as_report_does(
         )
 
 
+def test_half_a_character_in_run_json_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, LINES)
+    info = json.loads((tmp_path / "run.json").read_text())
+    info["classes"][1]["name"] = "\ud800"
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    with pytest.raises(RunFolderError, match="surrogates not allowed"):
+        read_run(tmp_path)
+
+
 def test_tied_scores_in_the_order_of_the_classes_are_accepted(tmp_path: Path) -> None:
     line = evaluated("n01/a.png", 6, [], 7)
     line["top"] = [[index, 1 / 7] for index in range(5)]

@@ -318,6 +318,10 @@ CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2
         (lambda m: m.update({"prelunet.classes": "7"}), "'prelunet.classes' is malformed"),
         (lambda m: m.update({"prelunet.classes": '[{"wnid": "a"}]'}), "'prelunet.classes' is malformed"),
         (
+            lambda m: m.update({"prelunet.classes": '[{"wnid": "a", "name": "\\ud800"}]'}),
+            "'prelunet.classes' is malformed .*surrogates not allowed",
+        ),
+        (
             lambda m: m.update({"prelunet.classes": '[{"wnid": "a", "name": ""}]'}),
             r"fc3.bias is \[3\], should be \[1\]",
         ),
