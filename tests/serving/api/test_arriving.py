@@ -190,8 +190,9 @@ async def test_compressed_messages_are_decompressed_only_as_far_as_there_is_room
                 await asyncio.sleep(0.005)
     codes = {each.result() and each.result().code().name for each in calls}  # type: ignore[union-attr]
     assert codes <= ({None} if answered else {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"})
-    # At most four images fit into the queue, each twice while it is parsed; and a message that waits for its turn.
-    assert most - before < 12 * 60 * MIB, "all of them would take 20 times as much"
+    # At most four images fit into the queue, each twice while it is parsed; a message that waits for its turn; and on a
+    # busy machine memory of those before, not given back yet.
+    assert most - before < 15 * 60 * MIB, "all of them would take 20 times as much"
 
 
 @async_test
