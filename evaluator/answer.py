@@ -114,6 +114,14 @@ class Answer:
         return table((escape(found.name), f"{found.score:.1%}", bar(found.score)) for found in self.predictions)
 
 
+def answer_from_json(data: Mapping[str, Any], heatmap: bytes = b"") -> Answer:
+    """Create an answer from the output of `Answer.to_json`."""
+    predictions = tuple(Prediction(**entry) for entry in data["predictions"])
+    views = tuple(AveragedView(**view) for view in data["views"])
+    timings = Timings(**data["timings"]) if data.get("timings") is not None else None
+    return Answer(**{**data, "predictions": predictions, "views": views, "heatmap": heatmap, "timings": timings})
+
+
 def resolve_top_k(requested: int | None, classes: int) -> int:
     """Return the number of classes in an answer; UsageError unless 1 <= requested <= classes."""
     if requested is None:

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from msgspec import convert
-
 from ..answer import ClassEntry
 from ..errors import DatasetError, ImageError, UsageError
 from ..image_input import ImageInput, encoded_image
@@ -38,7 +36,20 @@ class ServedModel:
 
 def served_model_from_message(model: pb.Model) -> ServedModel:
     """Read a server's description of a model."""
-    return convert({**to_plain(model), "circumstances": to_plain(model.circumstances)}, ServedModel)
+    return ServedModel(
+        name=model.name,
+        sha256=model.sha256,
+        architecture=model.architecture,
+        activation=model.activation,
+        classes=tuple(ClassEntry(entry.wnid, entry.name) for entry in model.classes),
+        crop=model.crop,
+        default_scales=tuple(model.default_scales),
+        max_side=model.max_side,
+        canvas=model.canvas,
+        circumstances=to_plain(model.circumstances),
+        checkpoint_sha256=model.checkpoint_sha256,
+        protocols=tuple(model.protocols),
+    )
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,12 @@ class EvaluationProgress:
     refused: int
     top1_error: float | None
     seconds: float
+
+
+def progress_from_message(progress: pb.EvaluateProgress) -> EvaluationProgress:
+    """Read a server's report on the progress of an evaluation."""
+    top1_error = progress.top1_error if progress.HasField("top1_error") else None
+    return EvaluationProgress(progress.images, progress.refused, top1_error, progress.seconds)
 
 
 # Requests.

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from msgspec import convert
 
 from ..answer import Answer
 from ..errors import PreluNetError
 from ..image_input import ImageInput
 from ..pb.prelunet.v1 import prelunet_pb2 as pb
 from ..pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from ..rpc.convert import answer_from_message, report_from_message, to_plain
+from ..rpc.convert import answer_from_message, report_from_message
 from ..rpc.credentials import Credentials
 from ..rpc.status import is_misconfigured
 from .calls import MAX_PENDING, PROBE_TIMEOUT, UNANSWERED, Call, ClientSettings, ManyImages, Timeout
@@ -29,6 +28,7 @@ from .messages import (
     classify_request,
     evaluate_start,
     labelled_image,
+    progress_from_message,
     served_model_from_message,
 )
 
@@ -195,7 +195,7 @@ class Client:
                         if response.HasField("report"):
                             report = response.report
                         elif progress is not None and response.HasField("progress"):
-                            progress(convert(to_plain(response.progress), EvaluationProgress))
+                            progress(progress_from_message(response.progress))
                 finally:
                     responses.cancel()
         finally:

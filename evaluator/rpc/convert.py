@@ -1,14 +1,12 @@
 """Convert messages of proto/prelunet/v1 to plain data, for server and client. Imports no serving or compute code."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from msgspec import convert
 
-from ..answer import Answer
+from ..answer import Answer, answer_from_json
 from ..pb.prelunet.v1 import prelunet_pb2 as pb
 
 
@@ -67,4 +65,4 @@ def answer_from_message(message: pb.ClassifyResponse) -> Answer:
     plain = to_plain(message)
     del plain["heatmap"], plain["maps"]
     _drop_usual_preparation(plain["protocol"])
-    return replace(convert(plain, Answer), heatmap=heatmap)
+    return answer_from_json(plain, heatmap)

@@ -71,13 +71,9 @@ class ScriptedServicer(pb_grpc.PreluNetServiceServicer):
         return pb.GetModelResponse(model=pb.Model(name=request.name, default_scales=[32, 48]))
 
 
-def answer_to(request: pb.ClassifyRequest, heatmap: bytes = b"") -> pb.ClassifyResponse:
+def answer_to(request: pb.ClassifyRequest) -> pb.ClassifyResponse:
     """Return an answer that names the image."""
     return pb.ClassifyResponse(
-        model=pb.ModelIdentity(),
-        protocol=pb.Protocol(),
-        circumstances=pb.Circumstances(),
-        heatmap=heatmap,
         predictions=[pb.Prediction(class_index=3, wnid="n3", name=request.image.decode(), score=0.5)],
         timings=pb.Timings(queue_seconds=0.25, decode_seconds=0.5, compute_seconds=1, total_seconds=2, batches=3),
     )

@@ -39,9 +39,10 @@ from prelunet.evaluator.errors import (
     error_status,
 )
 from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
-from tests.client.client_harness import ScriptedServicer, answer_to, health_servicer, served
+from tests.client.client_harness import ScriptedServicer, health_servicer, served
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import eventually, png, running_server
 
@@ -152,7 +153,7 @@ def test_a_refusal_of_the_server_is_raised_as_its_own_class(
 
 def test_a_message_beyond_the_limit_of_a_server_or_of_the_client_is_reported_as_such(client_to) -> None:
     heatmap = b"x" * (MAX_MESSAGE_BYTES + 1)
-    with client_to(ScriptedServicer(lambda request, _: answer_to(request, heatmap)), retries=False) as client:
+    with client_to(ScriptedServicer(lambda request, _: pb.ClassifyResponse(heatmap=heatmap)), retries=False) as client:
         with pytest.raises(UsageError, match=r"the response exceeds this client's message limit\. Request less"):
             client.classify(b"cat")
         with pytest.raises(ImageError, match="exceeds the server's limit"):  # 4 MiB, gRPC's default
@@ -161,7 +162,7 @@ def test_a_message_beyond_the_limit_of_a_server_or_of_the_client_is_reported_as_
 
 def test_an_answer_may_exceed_the_default_limit_of_grpc(client_to) -> None:
     heatmap = b"x" * (5 * 2**20)
-    with client_to(ScriptedServicer(lambda request, _: answer_to(request, heatmap))) as client:
+    with client_to(ScriptedServicer(lambda request, _: pb.ClassifyResponse(heatmap=heatmap))) as client:
         assert client.classify(b"cat").heatmap == heatmap
 
 
@@ -374,7 +375,7 @@ def test_importing_the_client_loads_only_what_it_needs_and_changes_nothing_proce
         before = warnings.filters[:]
         from prelunet import AsyncClient, Client
         assert {"grpc", "asyncio"} <= sys.modules.keys()
-        assert not sys.modules.keys() & {"numpy", "PIL", "torch", "onnx", "onnxruntime", "cryptography"}
+        assert not sys.modules.keys() & {"numpy", "PIL", "torch", "onnx", "onnxruntime", "msgspec", "cryptography"}
         # grpc may add filters for its own modules
         assert [each for each in warnings.filters if each not in before and "grpc" not in str(each)] == []
         print(*{name.split(".")[2] for name in sys.modules if name.startswith("prelunet.evaluator.")})

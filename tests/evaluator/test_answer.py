@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from msgspec import convert
 from PIL import Image
 
-from prelunet.evaluator.answer import Answer, resolve_top_k
+from prelunet.evaluator.answer import answer_from_json, resolve_top_k
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.engine.classify import build_answer, classify_images
 from prelunet.evaluator.errors import UsageError
@@ -91,7 +90,7 @@ def test_an_answer_survives_json() -> None:
     protocol = build_protocol("center", session.contract)
     (classified,) = classify_images(session, [noise(40, 57, seed=1)], protocol)
     answer = build_answer(session, "fake", protocol, classified, 4)
-    assert convert(json.loads(json.dumps(answer.to_json())), Answer) == answer
+    assert answer_from_json(json.loads(json.dumps(answer.to_json()))) == answer
     assert len(answer.predictions) == 4
 
 
