@@ -19,6 +19,7 @@ from ...evaluator.files import open_regular
 from ..net.checkpoints import PREFIX
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net")  # keys under which training scripts keep the net
+_MAX_NESTING = 4  # levels of such keys; a pickle may contain itself
 _SAVE = "torch.save(net.state_dict(), FILE)"
 
 
@@ -108,14 +109,18 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 
 
 def _state_dict_in(path: Path, loaded: Any) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return the state dict in the content of a file, and a remark about the key under which it was found."""
-    keys = [key for key in _WRAPPERS if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping)]
-    if len(keys) > 1:
-        raise CheckpointError(
-            f"{path}: contains several state dicts: {', '.join(keys)}. Save only one of them: "
-            f"torch.save(torch.load(FILE)['{keys[0]}'], OTHER)"
-        )
-    if keys:
+    """Return the state dict in the content of a file, and a remark about the keys under which it was found."""
+    inside: list[str] = []
+    while isinstance(loaded, Mapping) and len(inside) < _MAX_NESTING:
+        keys = [key for key in _WRAPPERS if isinstance(loaded.get(key), Mapping)]
+        if not keys:
+            break
+        if len(keys) > 1:
+            raise CheckpointError(
+                f"{path}: contains several state dicts: {', '.join(keys)}. Save only one of them: "
+                f"torch.save(torch.load(FILE)['{keys[0]}'], OTHER)"
+            )
+        inside.append(keys[0])
         loaded = loaded[keys[0]]
     if not isinstance(loaded, Mapping) or not any(isinstance(value, Tensor) for value in loaded.values()):
         shown = ", ".join(repr(key)[:60] for key in list(loaded)[:8]) if isinstance(loaded, Mapping) else ""
@@ -130,7 +135,7 @@ def _state_dict_in(path: Path, loaded: Any) -> tuple[dict[str, Tensor], tuple[st
         raise CheckpointError(
             f"{path}: the state dict contains more than tensors: {', '.join(strange[:8])}. Save only tensors: {_SAVE}"
         )
-    return dict(loaded), (f"the state dict was found under '{keys[0]}'",) if keys else ()
+    return dict(loaded), (f"the state dict was found under '{'.'.join(inside)}'",) if inside else ()
 
 
 def _without_prefixes(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:

@@ -25,14 +25,14 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("old_format", [False, True])
-@pytest.mark.parametrize("key", [None, "state_dict", "model", "net"])
-def test_a_state_dict_is_found_where_training_scripts_put_it(file: Path, key: str | None, old_format: bool) -> None:
+@pytest.mark.parametrize("keys", [[], ["state_dict"], ["model"], ["net"], ["model", "state_dict"]])
+def test_a_state_dict_is_found_where_training_scripts_put_it(file: Path, keys: list[str], old_format: bool) -> None:
     inside: Any = our_names()
-    if key is not None:
+    for key in reversed(keys):
         inside = {key: inside, "epoch": 3, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]}}
     torch.save(inside, file, _use_new_zipfile_serialization=not old_format)
     imported = tiny_import(file)
-    assert imported.remarks == ((f"the state dict was found under '{key}'",) if key else ())
+    assert imported.remarks == ((f"the state dict was found under '{'.'.join(keys)}'",) if keys else ())
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
