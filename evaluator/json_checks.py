@@ -35,10 +35,16 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite, object_
 
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text in UTF-8."""
+    text = text if isinstance(text, str) else text.decode("utf-8")
     try:
-        return _DECODER.decode(text if isinstance(text, str) else text.decode("utf-8"))
+        value = _DECODER.decode(text)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("a string contains half a character (a lone surrogate)") from error
+    return value
 
 
 class Stored(Protocol):

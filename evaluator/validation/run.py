@@ -1,6 +1,5 @@
 """The run folder: one validation of one model on one dataset with one protocol (docs/formats.md, "Run folder")."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,7 +287,6 @@ class _RunFile(_Part):
 
 def run_info_from_json(data: Any) -> RunInfo:
     """Parse run.json. Raises ValueError or UsageError with the fault."""
-    json.dumps(data, ensure_ascii=False).encode()  # raises for half characters (lone surrogates)
     run = convert(data, _RunFile)
     for model in (data["model"], *(member["model"] for member in data["members"])):
         model["provenance"] = parse_provenance(model.get("provenance"))  # absent in runs of earlier versions

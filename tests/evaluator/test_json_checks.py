@@ -21,7 +21,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize("value", [None, True, -3, 0.25, 1e300, "naïve \u2028", [1, {"a": []}], {"é": None}])
+@pytest.mark.parametrize("value", [None, True, -3, 0.25, 1e300, "naïve \u2028", "😀", [1, {"a": []}], {"é": None}])
 def test_json_reads_back_as_it_was_written(value: Any) -> None:
     assert parse_json(json.dumps(value)) == value
     assert parse_json(json.dumps(value, ensure_ascii=False).encode()) == value
@@ -39,6 +39,9 @@ def test_json_reads_back_as_it_was_written(value: Any) -> None:
         ("", "Expecting value"),
         ('{"a": 1, "b": {"c": 1, "d": 2, "c": 1}}', "the key 'c' occurs more than once in one object"),
         ("{} {}", "Extra data"),
+        (r'"\ud800"', "a lone surrogate"),
+        (r'{"\uDFFF": 1}', "a lone surrogate"),
+        (rb'[{"a": ["b", "\udc00\ud83d"]}]', "a lone surrogate"),
     ],
 )
 def test_invalid_json_is_refused(data: str | bytes, fault: str) -> None:

@@ -146,9 +146,9 @@ def test_compare_refuses_a_run_with_a_damaged_line_as_report_does(
 def test_half_a_character_in_run_json_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, LINES)
     info = json.loads((tmp_path / "run.json").read_text())
-    info["classes"][1]["name"] = "\ud800"
+    info["model"]["architecture"] = "\udcff"
     (tmp_path / "run.json").write_text(json.dumps(info))
-    with pytest.raises(RunFolderError, match="surrogates not allowed"):
+    with pytest.raises(RunFolderError, match=r"run\.json: damaged .*half a character"):
         read_run(tmp_path)
 
 

@@ -263,7 +263,8 @@ class _Metadata:
 
 def _parse_classes(value: Any) -> tuple[ClassEntry, ...]:
     classes = convert(value, tuple[ClassEntry, ...])
-    "".join(text for entry in classes for text in (entry.wnid, entry.name)).encode()  # raises for half characters
+    if [entry.to_json() for entry in classes] != value:
+        raise ValueError("a class has more than wnid and name")
     if not classes or len({entry.wnid for entry in classes}) != len(classes):
         raise ValueError("empty, or a duplicate wnid")
     return classes

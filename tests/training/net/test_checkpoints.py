@@ -318,10 +318,6 @@ CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2
         (lambda m: m.update({"prelunet.classes": "7"}), "'prelunet.classes' is malformed"),
         (lambda m: m.update({"prelunet.classes": '[{"wnid": "a"}]'}), "'prelunet.classes' is malformed"),
         (
-            lambda m: m.update({"prelunet.classes": '[{"wnid": "a", "name": "\\ud800"}]'}),
-            "'prelunet.classes' is malformed .*surrogates not allowed",
-        ),
-        (
             lambda m: m.update({"prelunet.classes": '[{"wnid": "a", "name": ""}]'}),
             r"fc3.bias is \[3\], should be \[1\]",
         ),
@@ -365,13 +361,15 @@ CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2
             for name in (
                 '[{"wnid": 1, "name": "a"}]',
                 '[{"wnid": "a", "name": null}]',
+                '[{"wnid": "a", "name": "\\ud800"}]',
+                '[{"wnid": "a", "name": "b", "more": 1}]',
                 '{"wnid": "a", "name": "b"}',
             )
         ),
         *(
             (lambda m, key=key, text=text: m.update({key: text}), f"'{key}' is malformed")
             for key in ("prelunet.recipe", "prelunet.dataset", "prelunet.metrics")
-            for text in ('{"a": NaN}', '{"a": [-Infinity]}', '{"a": 1e999}', '{"a":' * 9000)
+            for text in ('{"a": NaN}', '{"a": [-Infinity]}', '{"a": 1e999}', '{"a":' * 9000, '{"\\udfff": 1}')
         ),
         *(
             (
@@ -425,6 +423,7 @@ CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2
         (changed_architecture(crop=True), r"Expected `int`, got `bool` - at `\$\.crop`"),
         (changed_architecture(crop=-28), "from 1 to 4096 px, not -28"),
         (changed_architecture(name=[1]), r"Expected `str`, got `array` - at `\$\.name`"),
+        (changed_architecture(name="\ud800"), "'prelunet.architecture' is malformed"),
         (changed_architecture(hidden="6"), r"Expected `int`, got `str` - at `\$\.hidden`"),
         (changed_architecture(activation="elu"), r"Invalid enum value 'elu' - at `\$\.activation`"),
         (changed_architecture(crop=4), "too small for 3x3 bins"),
