@@ -56,7 +56,7 @@ class ArrivingBytes:
         self._max_message = limits.max_message_bytes
         self._spared = limits.max_arriving_bytes // self._max_message  # unfinished messages that each may always have
         # One message at a time: several would take all cores and hold Python's lock by turns.
-        self._decompressing = ThreadPoolExecutor(1, thread_name_prefix="decompress")
+        self._decompressing, self._turn = ThreadPoolExecutor(1, thread_name_prefix="decompress"), asyncio.Lock()
 
     async def receive(self, call: Call, message: Awaitable[Any], seconds: float) -> Any:
         """Await the next message of a call.
@@ -120,9 +120,10 @@ class ArrivingBytes:
         del self._waits[wait]
 
     async def decompressed(self, data: bytes) -> bytes:
-        """Decompress a message once those that came before it are."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._decompressing, decompress, data, self._max_message)
+        """Decompress a message once those that came before it are, and have been taken."""
+        async with self._turn:  # else a busy event loop would find many of them decompressed
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._decompressing, decompress, data, self._max_message)
 
 
 def decompress(data: bytes, max_bytes: int) -> bytes:
