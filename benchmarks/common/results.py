@@ -79,10 +79,10 @@ def cpu() -> str:
     return cpuinfo_value("model name") or platform.processor()
 
 
-def resident_mb(process: int | str = "self") -> float:
-    """Return the resident memory of a process in MB."""
-    lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
+def resident_mb(process: int | str = "self", *, peak: bool = False) -> float:
+    """Return the resident memory of a process in MB, now or at its peak; `getrusage` has that of the parent, too."""
+    key, lines = "VmHWM:" if peak else "VmRSS:", Path(f"/proc/{process}/status").read_text("utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
 
 
 def read_results(path: Path) -> dict[str, Any]:

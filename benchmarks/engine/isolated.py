@@ -56,9 +56,9 @@ def competitor(task: Mapping[str, Any]) -> Json:
 
 
 def _peak_mb() -> int:
-    from benchmarks.common.memory import peak_memory
+    from benchmarks.common.results import resident_mb
 
-    return round(peak_memory() / 2**20)
+    return round(resident_mb(peak=True))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.common.memory import peak_memory
 from benchmarks.common.nets import write_files
 from benchmarks.common.photos import Photo, load_photos
 from benchmarks.common.results import circumstances, digest_of, resident_mb, write_result
@@ -151,7 +150,7 @@ def _net(
                 for one in protocols
                 if visits[one.name]
             ]
-            result["process_memory_mb"][name] = round(peak_memory() / 2**20)
+            result["process_memory_mb"][name] = round(resident_mb(peak=True))
             result["results"] = done + of_net
             result["goals"] = goals_of(result["results"], amx="amx_int8" in result["machine"]["instructions"])
             result["minutes"] = round((time.perf_counter() - begun) / 60, 1)

@@ -52,7 +52,7 @@ GPU_PORTION_BYTES = 6 * 2**30
 PORTION_SHARE = 16  # a portion takes at most a sixteenth of a limit
 PACKED_BATCHES = 8  # in main memory: on a GPU three page-locked ones, of up to twice the size, and two packed ones
 RESULT_PORTIONS = 3  # portions whose results are kept until they are averaged
-LISTED_BYTES_PER_IMAGE = 1024  # for names of 40 characters, without 30 bytes per view
+LISTED_BYTES_PER_IMAGE = 1024  # for names of 40 characters; each view adds 32
 
 # Of a GPU: assumptions, unless a measurement is named.
 GPU_BATCH_BYTES = 6 * 2**30  # unless a limit is lower: about 10 Mpixel of net C, far more than fill a GPU

@@ -26,13 +26,13 @@ _THREADS_OF: dict[Stage, str] = {
     "wait": "session", "average": "caller",
 }  # fmt: skip
 _STEPS: dict[str, tuple[tuple[Stage, ...], str]] = {  # with their stages, and what makes each faster
-    "computing": (("compute",), "A faster engine, if one is listed, or --threads 0 may help"),
+    "computing": (("compute",), "A faster engine may help, if one is listed below"),
     "reading and decoding": (
         ("read", "decode", "resize"),
         "More --threads, images saved closer to the protocol's scales or a faster disk may help",
     ),
-    "packing batches": (("pack", "upload"), "Fewer scales, or another --device, may help"),
-    "averaging scores": (("average",), "Fewer scales may help"),
+    "packing batches": (("pack", "upload"), "A protocol with fewer views may help"),
+    "averaging scores": (("average",), "A protocol with fewer views may help"),
 }
 _BUSY = 0.7  # share of the time; a step that is busy for less seldom keeps others waiting
 

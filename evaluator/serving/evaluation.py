@@ -21,7 +21,7 @@ from .scheduling.model import ServedModel
 from .scheduling.request import Answered
 
 MAX_IN_FLIGHT = 32  # unanswered images of one evaluation; at this number no more are read, so the client has to wait
-MAX_TEXT_BYTES = 2**26  # of an evaluation's names and refusals: 268 bytes for each of the most images
+MAX_TEXT_BYTES = 2**26  # of an evaluation's names and refusals: 268 bytes for each of 250,000 images
 PROGRESS_INTERVAL = 1.0  # minimum number of seconds between two progress reports
 
 
