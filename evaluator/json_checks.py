@@ -33,13 +33,16 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite, object_pairs_hook=_no_repeats)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text in UTF-8."""
+def parse_json(text: str | bytes, *, file_names: bool = False) -> Any:
+    """Parse a JSON text in UTF-8.
+
+    file_names: whether strings may hold bytes that are not UTF-8, as Python represents them in names of files.
+    """
     text = text if isinstance(text, str) else text.decode("utf-8")
     try:
         value = _DECODER.decode(text)
         if "\\ud" in text.lower():
-            json.dumps(value, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape" if file_names else "strict")
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except UnicodeEncodeError as error:

@@ -126,7 +126,7 @@ def _read(path: Path, run: Run, most: int | None) -> tuple[list[MistakeMaps], in
     mistakes = {p.file: (p.top[0][0], p.label) for p in run.predictions if p.rank > 1}
     with open_regular(path) as lines, suppress(ValueError):
         for line in islice(lines, most):
-            maps = convert(parse_json(line), MistakeMaps)
+            maps = convert(parse_json(line, file_names=True), MistakeMaps)
             if not line.endswith(b"\n") or mistakes.pop(maps.file, None) != (maps.answer, maps.label):
                 break
             stored.append(maps)

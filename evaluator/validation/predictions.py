@@ -116,7 +116,7 @@ def parse_prediction(text: bytes, classes: int, views: int, candidates: Collecti
 
     Raises ValueError with the fault.
     """
-    data = parse_json(text)
+    data = parse_json(text, file_names=True)
     refused = type(data) is dict and "refused" in data
     line = convert(data, _RefusedLine) if refused else convert(data, _EvaluatedLine)
     if not {"", ".", ".."}.isdisjoint(line.file.split("/")) or "\0" in line.file:

@@ -41,7 +41,7 @@ def speed_and_date(log: Iterable[bytes]) -> tuple[float | None, datetime | None]
     images, seconds, date = 0, 0.0, None
     for line in log:
         try:
-            event = convert(parse_json(line), _Event)
+            event = convert(parse_json(line, file_names=True), _Event)
         except ValueError:
             continue
         images, seconds, date = images + event.images, seconds + event.seconds, event.date
@@ -57,7 +57,7 @@ def find_dataset(folder: Path) -> DatasetSpec | None:
         return None
     for line in reversed(lines):
         try:
-            start = convert(parse_json(line), _StartEvent)
+            start = convert(parse_json(line, file_names=True), _StartEvent)
             labels = None if start.labels is None else _path(start.labels)
             return DatasetSpec(
                 _path(start.dataset), labels, start.no_labels, start.limit, start.classes,

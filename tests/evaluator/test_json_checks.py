@@ -1,6 +1,7 @@
 """JSON from outside is parsed strictly and checked."""
 
 import json
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,13 @@ def test_json_reads_back_as_it_was_written(value: Any) -> None:
 def test_invalid_json_is_refused(data: str | bytes, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         parse_json(data)
+
+
+def test_names_of_files_may_hold_bytes_that_are_not_utf_8() -> None:
+    name = os.fsdecode(b"caf\xe9.jpg")
+    assert parse_json(json.dumps({name: [name]}), file_names=True) == {name: [name]}
+    with pytest.raises(ValueError, match="a lone surrogate"):
+        parse_json(r'"\ud800.jpg"', file_names=True)  # no name: it stands for no byte
 
 
 def test_a_bool_is_not_a_number() -> None:

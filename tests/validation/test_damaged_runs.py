@@ -258,12 +258,12 @@ def test_a_damaged_log_is_ignored_and_stops_no_report(tmp_path: Path, line: str)
 def test_the_last_undamaged_start_in_the_log_locates_the_dataset(tmp_path: Path) -> None:
     starts = (
         {"event": "start", "dataset": "/old"},
-        {"event": "resume", "dataset": "/data", "labels": None, "no_labels": False, "limit": 7, "classes": ["n1"]},
+        {"event": "resume", "dataset": "/d\udcff", "labels": None, "no_labels": False, "limit": 7, "classes": ["n1"]},
         {"event": "resume", "dataset": "/new", "limit": "7"},
         {"event": "chunk", "index": 0},
     )
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
-    assert find_dataset(tmp_path) == DatasetSpec(Path("/data"), limit=7, classes=("n1",))
+    assert find_dataset(tmp_path) == DatasetSpec(Path("/d\udcff"), limit=7, classes=("n1",))
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -154,9 +154,9 @@ def _read_json(file: LabelFile) -> tuple[list[LabelEntry], str]:
     """
     try:
         try:
-            data = parse_json(file.text)
+            data = parse_json(file.text, file_names=True)
         except ValueError:
-            data = [parse_json(line) for line in file.text.splitlines() if line.strip()]
+            data = [parse_json(line, file_names=True) for line in file.text.splitlines() if line.strip()]
     except ValueError as error:
         raise DatasetError(f"{file.path}: neither JSON nor JSON in each line ({error}). Fix the file") from error
     if isinstance(data, dict) and not {*map(str.casefold, data)}.isdisjoint(_NAME_HEADERS):  # of a single line
