@@ -43,6 +43,10 @@ def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -
     Raises RunFolderError if the folder belongs to another run (with the differences), contains other files, or is in
     use by another process.
     """
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:  # torch could not load the state from there
+        raise RunFolderError(f"{folder}: the name is not valid UTF-8. Choose another folder with --out") from error
     create_folder(folder, "--out")
     with locked_folder(folder, "--out"):
         remove_leftovers(folder, (TRAINING_FILE, *FILES, KEPT_FILES))

@@ -128,6 +128,12 @@ def test_a_run_can_be_resumed_with_sums_in_another_order(
         np.testing.assert_allclose(found.tensors[name], tensor, rtol=0, atol=1e-5 * np.abs(tensor).max(), err_msg=name)
 
 
+def test_a_folder_whose_name_torch_cannot_read_is_refused_before_it_exists(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="not valid UTF-8. Choose another folder with --out"):
+        train(SHORT, data, tmp_path / "caf\udce9")
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_finished_run_is_left_unchanged_with_other_execution_keys(data: Path, folder: Path) -> None:
     before = {path: path.read_bytes() for path in folder.iterdir()}
     train(replace(SHORT, save_every=7, compile=True), data, folder)
