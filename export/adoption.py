@@ -56,7 +56,7 @@ class PreprocessingOptions:
         "Usual preprocessing: torchvision (ImageNet's mean and std, bilinear), timm (the same, bicubic), "
         "timm-inception (mean and std 0.5, bicubic), keras-tf (mean and std 0.5, bilinear), keras-caffe (BGR, pixels "
         "from 0 to 255 minus the mean, bilinear), ultralytics (pixels from 0 to 1), clip (its mean and std, bicubic), "
-        "hf-vit (mean and std 0.5, squashed). The options below override its values.",
+        "hf-vit (mean and std 0.5, squashed, antialiased as by torch). The options below override its values.",
     )
     mean: ChannelValues | None = option(
         None,

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -12,7 +12,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ..answer import Answer
-from ..errors import PreluNetError, UsageError
+from ..errors import ModelNotFound, PreluNetError, UsageError
 from ..image_input import ImageInput
 from ..pb.prelunet.v1 import prelunet_pb2 as pb
 from ..pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
@@ -188,8 +188,12 @@ class AsyncClient:
         """Return the served models, in the server's order."""
         call = self._call(timeout, request_id)
         listed = (await self._unary("ListModels", pb.ListModelsRequest(), call)).models
-        requests = (pb.GetModelRequest(name=model.name) for model in listed)
-        return [served_model_from_message((await self._unary("GetModel", each, call)).model) for each in requests]
+        found = []
+        for model in listed:
+            with suppress(ModelNotFound):  # unloaded meanwhile
+                response = await self._unary("GetModel", pb.GetModelRequest(name=model.name), call)
+                found.append(served_model_from_message(response.model))
+        return found
 
     async def ready(self, *, timeout: Timeout = "default") -> bool:
         """Whether the server accepts calls; False if it reports that it does not, or does not answer in time."""

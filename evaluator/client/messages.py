@@ -107,12 +107,12 @@ _MESSAGE_OVERHEAD = 4096  # bytes of a message for the file's name, its class an
 def classify_request(image: ImageInput, **options: Unpack[ClassifyOptions]) -> pb.ClassifyRequest:
     """Return the request for one image, which is read; this may take long. Raises UsageError and ImageError."""
     data = encoded_image(image)
-    if len(data) > MAX_MESSAGE_BYTES - _MESSAGE_OVERHEAD:  # gRPC would repeat what no server accepts
+    if len(data) > MAX_MESSAGE_BYTES - _MESSAGE_OVERHEAD:  # gRPC would repeat what few servers accept
         raise ImageError(
-            f"{len(data)} bytes do not fit into a message, whose limit is {MAX_MESSAGE_BYTES} bytes. "
-            "Send a smaller image"
+            f"{len(data)} bytes do not fit into a message of this client, at most {MAX_MESSAGE_BYTES} bytes. "
+            "Send a smaller image, or use HTTP"
         )
-    with _invalid_options():
+    with _invalid_options(options, ClassifyOptions):
         top_k = options.get("top_k")
         if isinstance(top_k, int) and not 1 <= top_k < 2**31:
             raise UsageError(f"top_k is {top_k}, but it must be between 1 and the model's number of classes")
@@ -126,7 +126,7 @@ def evaluate_start(dataset: "Dataset", **options: Unpack[EvaluateOptions]) -> pb
         raise UsageError(
             f"dataset is a {type(dataset).__name__}; open it first: prelunet.evaluator.datasets.open_dataset"
         )
-    with _invalid_options():
+    with _invalid_options(options, EvaluateOptions):
         _check_scales(options.get("scales"))
         return pb.EvaluateRequest(start=pb.EvaluateStart(dataset=dataset.location.name, **options))
 
@@ -144,7 +144,7 @@ def labelled_image(dataset: "Dataset", sample: "Sample") -> pb.EvaluateRequest:
         raise DatasetError(f"{sample.file!a}: the name is not Unicode and cannot be sent. Rename the file") from error
     if sample.size > MAX_MESSAGE_BYTES - _MESSAGE_OVERHEAD:
         raise DatasetError(
-            f"{sample.file}: {sample.size} bytes do not fit into a message, whose limit is {MAX_MESSAGE_BYTES} bytes. "
+            f"{sample.file}: {sample.size} bytes do not fit into a message, at most {MAX_MESSAGE_BYTES} bytes. "
             "Remove the file from the dataset, or use `prelunet validate`"
         )
     data = dataset.reader.read(sample.file)  # the server refuses and counts images beyond its own limit
@@ -152,8 +152,11 @@ def labelled_image(dataset: "Dataset", sample: "Sample") -> pb.EvaluateRequest:
 
 
 @contextmanager
-def _invalid_options() -> Iterator[None]:
-    """Convert what Python and protobuf raise for an unknown option, a wrong type, and text that is not Unicode."""
+def _invalid_options(options: Mapping[str, object], declared: type[EvaluateOptions]) -> Iterator[None]:
+    """Refuse unknown options, and convert what Python and protobuf raise for wrong types and text that is not Unicode."""
+    known = declared.__annotations__
+    if unknown := options.keys() - known.keys():
+        raise UsageError(f"no option {min(unknown)!r}. There are: {', '.join(known)}")
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ..answer import Answer
-from ..errors import PreluNetError
+from ..errors import ModelNotFound, PreluNetError
 from ..image_input import ImageInput
 from ..pb.prelunet.v1 import prelunet_pb2 as pb
 from ..pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
@@ -209,8 +209,12 @@ class Client:
         """Return the served models, in the server's order."""
         call = Call(self._settings, timeout, request_id)
         listed = self._unary("ListModels", pb.ListModelsRequest(), call).models
-        requests = (pb.GetModelRequest(name=model.name) for model in listed)
-        return [served_model_from_message(self._unary("GetModel", request, call).model) for request in requests]
+        found = []
+        for model in listed:
+            with suppress(ModelNotFound):  # unloaded meanwhile
+                response = self._unary("GetModel", pb.GetModelRequest(name=model.name), call)
+                found.append(served_model_from_message(response.model))
+        return found
 
     def ready(self, *, timeout: Timeout = "default") -> bool:
         """Whether the server accepts calls; False if it reports that it does not, or does not answer in time."""

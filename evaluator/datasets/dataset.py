@@ -52,7 +52,7 @@ class DatasetSpec:
     path: Path = option(
         MISSING,
         "Folder, .tar, .tar.gz, .zip or .parquet of images: in class folders, flat with labels, or shards "
-        "(docs/datasets.md). A `val` (`valid`, `validation`) folder in it is used.",
+        "(docs/datasets.md). A `val` (`valid`, `validation`, or else `test`) folder in it is used.",
         flag="data",
     )
     labels: Path | None = option(

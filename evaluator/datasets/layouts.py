@@ -287,8 +287,8 @@ def _match_folders(folders: Sequence[str], classes: ClassList, place: str) -> tu
         raise DatasetError(
             f"{place}: {len(unknown)} of {len(folders)} class folders are not among the model's {len(classes.wnids)} "
             f"classes: {format_names(unknown)}. The model's classes start with {format_names(classes.wnids)}. "
-            "Rename the folders to the model's wnids, remove them, select the model's own with --only-classes, or pass "
-            "labels with --labels FILE"
+            "Rename the folders to the model's wnids, or remove them; `evaluate` and `validate` can also select the "
+            "model's own with --only-classes, or take labels with --labels FILE"
         )
     index, kind = classes.resolve_labels({folder: f"{place}/{folder}" for folder in folders})
     return index, [f"{place}: folders matched to the model's classes by {kind}"]

@@ -97,6 +97,12 @@ def _label_column(files: ParquetFiles, classes: int | None) -> tuple[str, tuple[
         raise DatasetError(f"{files.paths[0]}: malformed Hugging Face metadata ({error}). Get a fresh copy") from error
     if found.keys().isdisjoint(_COLUMNS):
         found |= {column: () for column in _COLUMNS if column in integers | texts}
+    types = {each.name: str(each.type) for each in schema if each.name in _COLUMNS}
+    if not found and types:
+        name, kind = next(iter(types.items()))
+        raise DatasetError(
+            f"{files.paths[0]}: the column {name} has the type {kind}. Save labels as integers, none missing, or texts"
+        )
     if not found:
         raise DatasetError(
             f"{files.paths[0]}: no label column (a ClassLabel, or one named {', '.join(_COLUMNS)}), only "

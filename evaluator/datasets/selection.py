@@ -29,12 +29,12 @@ _LONGEST = MAX_NAME_LENGTH // 2  # characters of these names; the whole selectio
 def parse_class_selection(text: str, classes: Sequence[ClassEntry], option: str = "--classes") -> tuple[str, ...]:
     """Return the wnids selected by an option, in the order of the model's classes.
 
-    text: wnids, class indices or unique names, separated by commas, a file with one per line, or a published set
-    (`PUBLISHED`). If a whole line is not a class, its first word is used. Raises UsageError or DatasetError for words
+    text: wnids, class indices or unique names, separated by commas or, as names may have commas, by line feeds, a file
+    with one per line, or a published set (`PUBLISHED`). If a whole line is not a class, its first word is used. Raises UsageError or DatasetError for words
     that are not classes.
     """
     class_list = ClassList(tuple(entry.wnid for entry in classes), tuple(entry.name for entry in classes))
-    path = Path(text)
+    path, separator = Path(text), "\n" if "\n" in text or class_list.contains(text.strip()) else ","
     if text in PUBLISHED:
         words = dict.fromkeys(published_wnids(text), option)
         if missing := [wnid for wnid in words if not class_list.contains(wnid)]:
@@ -52,10 +52,10 @@ def parse_class_selection(text: str, classes: Sequence[ClassEntry], option: str 
             for number, line in enumerate(lines, 1)
             if (word := line.strip())
         }
-    elif (path.suffix or len(path.parts) > 1) and "," not in text and not class_list.contains(text.strip()):
+    elif (path.suffix or len(path.parts) > 1) and separator == "," not in text:
         raise UsageError(f"{option} {text}: no such file, and not a class. Use wnids separated by commas, or a file")
     else:
-        words = {word.strip(): option for word in text.split(",") if word.strip()}
+        words = {word.strip(): option for word in text.split(separator) if word.strip()}
     if not words:
         raise UsageError(f"{option} {text}: names no class. Use wnids separated by commas, or a file of wnids")
     index, _ = class_list.resolve_labels(words, chosen=True)
@@ -77,13 +77,13 @@ def select(dataset: Dataset, *, limit: int | None, classes: Sequence[str]) -> Da
     if classes:
         index = {wnid: label for label, wnid in enumerate(dataset.classes)}
         selected = {index.get(wnid): wnid for wnid in classes}
-        samples = [sample for sample in dataset.samples if sample.label in selected]
+        samples = [sample for sample in dataset.samples if not selected.keys().isdisjoint(sample.labels)]
         if None in selected or not samples:
             raise DatasetError(
                 f"{dataset.location}: no images of the selected classes ({format_names(classes)}). "
                 "Select classes that the dataset contains"
             )
-        filled = {sample.label for sample in samples}
+        filled = {label for sample in samples for label in sample.labels}
         if missing := [wnid for label, wnid in selected.items() if label not in filled]:
             remarks.append(
                 f"no images of {len(missing):,} of the {len(classes):,} selected classes: {format_names(missing)}"
@@ -154,8 +154,8 @@ def restrict(part: Dataset, whole: Dataset, chosen: str | None, classes: Sequenc
         others = sorted({label for labels in outside for label in labels} - allowed)
         raise DatasetError(
             f"{part.location}: {len(outside):,} of {len(part.samples):,} images are of classes outside {_OPTION} "
-            f"{chosen:.80}: {format_names([part.classes[label] for label in others])}. Use {_OPTION} {_OF_DATASET}, or "
-            "leave these images out with --only-classes"
+            f"{chosen:.80}: {format_names([part.classes[label] for label in others])}. Use {_OPTION} {_OF_DATASET}"
+            f"{'' if part.spec and part.spec.classes else ', or leave these images out with --only-classes'}"
         )
     name = chosen if chosen in {*PUBLISHED, _OF_DATASET} else "list"
     return replace(part, restriction={"name": name, "classes": indices})

@@ -249,14 +249,15 @@ def _compute_precision(device: Device, contract: ModelContract, requested: Preci
     possible, stored = precisions_of(device, contract), contract.precision
     adopted = isinstance(contract.architecture, OpaqueNet)
     if not possible:
-        fix = "Export it with --precision fp32" + (", or use --device openvino" if stored == "int8" else "")
+        int8 = stored == "int8" and requested in {None, "int8"}
+        fix = "Export it with --precision fp32" + (", or use --device openvino" if int8 else "")
         raise UsageError(f"--device {device}: {path} stores {stored}. {'Use --device cpu' if adopted else fix}")
     if requested is not None and requested not in possible:
         others = [f"--device {name}" for name in RUNTIMES if requested in precisions_of(name, contract)]
-        alone = "openvino" if requested == "int8" else "cuda"
-        needed = " or ".join(others) or f"--device {alone} and another file"
-        export = "" if others else f": prelunet export --precision {_EXPORTS.get(requested, 'fp32')}"
-        fix = "Omit --precision" if adopted and not others else f"{requested} needs {needed}{export}"
+        options = _EXPORTS.get(requested, "fp32")  # of a file that can be computed so
+        where = next(name for name in RUNTIMES if requested in RUNTIMES[name].precisions.get(options.split()[0], ()))
+        another = f"--device {where} and another file: prelunet export --precision {options}"
+        fix = "Omit --precision" if adopted and not others else f"{requested} needs {' or '.join(others) or another}"
         raise UsageError(
             f"--precision {requested}: {path} stores {stored}, which --device {device} computes in "
             f"{' or '.join(possible)}. {fix}"

@@ -307,8 +307,8 @@ def require_loadable(file_bytes: int, precision: str, memory: int, device: str) 
     need = base_bytes(device) + loading_bytes(file_bytes, precision, device)
     if need > memory:
         raise UsageError(
-            f"--memory-limit {format_bytes(memory)}: loading the model alone takes up to {format_bytes(need)}. "
-            "Raise the limit"
+            f"loading the model alone takes up to {format_bytes(need)}, but this process may take "
+            f"{format_bytes(memory)}. Raise --memory-limit"
         )
 
 

@@ -178,8 +178,8 @@ class Net:
         if heatmaps < 0:
             raise UsageError(f"heatmaps={heatmaps}: give a number of mistakes, at least 0")
         evaluation_protocol = self._protocol(protocol, apply_exif=apply_exif)
-        selected = () if classes is None else parse_class_selection(_comma_separated(classes), self.classes)
-        among = None if restrict_classes is None else _comma_separated(restrict_classes)
+        selected = () if classes is None else parse_class_selection(_lines(classes), self.classes)
+        among = None if restrict_classes is None else _lines(restrict_classes)
         listed = None if labels is None else Path(labels)
         spec = DatasetSpec(Path(data), listed, limit=limit, classes=selected, restrict_classes=among)
         overrides = ProtocolOverrides(apply_exif=True) if apply_exif else ProtocolOverrides()
@@ -241,8 +241,8 @@ class Net:
         return decoded
 
 
-def _comma_separated(words: str | Sequence[str | int]) -> str:
-    return words if isinstance(words, str) else ",".join(map(str, words))
+def _lines(words: str | Sequence[str | int]) -> str:
+    return words if isinstance(words, str) else "\n".join(map(str, words))
 
 
 @dataclass(frozen=True, repr=False)

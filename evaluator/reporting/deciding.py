@@ -13,9 +13,9 @@ from ..errors import RunFolderError, UsageError
 from ..files import create_folder, remove_leftovers, write_atomically
 from ..json_checks import differences, format_differences, parse_json
 from ..validation.portions import ComparedModel, check_same_images, evaluate_portions, merge_portions
-from ..validation.run import Run
-from .checks import Check, difference_cells
-from .compare import METRICS, count_pairs
+from ..validation.run import Run, read_run
+from .checks import Check, check_comparison, difference_cells
+from .compare import METRICS, compare_runs, count_pairs
 from .html import signed
 from .sequence import bounds_of_all, expected_images
 from .statistics import DECIMALS, error_percent
@@ -225,10 +225,12 @@ def _open(folder: Path, start: Mapping[str, Any], data: Mapping[str, Any]) -> in
 def check_decision(decision: Decision, points: float) -> Check:
     """Check whether B's error exceeds A's by more than `points`; if no images are left, as `check_comparison` does."""
     last, metric = decision.last, decision.data["metric"]
+    if decision.data["images"] == decision.data["of"]:
+        (check,) = check_comparison(compare_runs(*map(read_run, decision.folders)), points, [metric])
+        return check
     low, high = last["interval"]
-    worse = low > points or (decision.data["images"] == decision.data["of"] and (last["difference"] or 0) > points)
     verdict: Literal["not worse", "worse", "cannot tell"] = (
-        "worse" if worse else "not worse" if high <= points else "cannot tell"
+        "worse" if low > points else "not worse" if high <= points else "cannot tell"
     )
     difference = "–" if last["difference"] is None else _points(last["difference"])
     bounds = f"between {_points(low)} and {_points(high)} with 95 % confidence"

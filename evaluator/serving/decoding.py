@@ -51,7 +51,7 @@ _ERRORS: dict[str, type[PreluNetError]] = {kind.__name__: kind for kind in (Imag
 class PrepareOptions(msgspec.Struct, frozen=True):
     """What to do with an image.
 
-    max_view_pixels: of a view; twice that for all scales together; picture: whether to make one for heat maps.
+    max_view_pixels: of a view; three times that for all scales together; picture: whether to make one for heat maps.
     """
 
     protocol: EvaluationProtocol
@@ -100,12 +100,13 @@ def _check_size(height: int, width: int, protocol: EvaluationProtocol, limit: in
     if rows * columns > limit:
         raise UsageError(
             f"protocol {protocol.name}: a view of this image would have {rows}x{columns} pixels, more than this "
-            f"server's limit of {limit}. Use a smaller scale, or `prelunet classify --model`"
+            f"server's limit of {limit}. Use a smaller scale, or the model file without a server"
         )
-    if (total := sum(rows * columns for rows, columns in sizes)) > 2 * limit:
+    # The six scales of the SPP protocols have 2.7 times the pixels of the largest.
+    if (total := sum(rows * columns for rows, columns in sizes)) > 3 * limit:
         raise UsageError(
             f"protocol {protocol.name}: all scales of this image together have {total} pixels, more than this "
-            f"server's limit of {2 * limit}. Use fewer or smaller scales, or `prelunet classify --model`"
+            f"server's limit of {3 * limit}. Use fewer or smaller scales, or the model file without a server"
         )
 
 

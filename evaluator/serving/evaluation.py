@@ -78,6 +78,8 @@ async def evaluate(
             prediction = build_prediction(image.file, image.label, answer.classified)
         except ImageError as error:
             prediction = Prediction(image.file, image.label, refused=str(error))
+        except UsageError as error:  # its shape, with this protocol
+            raise UsageError(f"{image.file}: {error}") from error
         on_admitted()
         answers.add(prediction, len(image.data))
         call.message_done()

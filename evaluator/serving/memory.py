@@ -70,15 +70,18 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions, queues: i
     if limit is None or need.total <= limit:
         return need
     enough = sufficient_limit(lambda memory: _estimate(sessions, options, queues, memory).total, limit)
-    need, given, each = _estimate(sessions, options, queues, enough), limit, ""
+    need, given = _estimate(sessions, options, queues, enough), limit
     if options.processes > 1:
         given, enough = (PARENT_BYTES + options.processes * part for part in (limit, enough))
-        each = f" in each of {options.processes} processes"
     raise UsageError(
-        f"--memory-limit {format_bytes(given)}: serving needs at least {need}{each}. Give {format_bytes(enough)}, or a "
+        f"--memory-limit {format_bytes(given)}: serving needs at least {need}{_each(options)}. Give {format_bytes(enough)}, or a "
         "smaller --queue-bytes, --arriving-bytes, --max-calls or --max-image-bytes"
         f"{', or fewer models' * (len(sessions) > 1)}"
     )
+
+
+def _each(options: ServeOptions) -> str:
+    return f" in each of {options.processes} processes" if options.processes > 1 else ""
 
 
 def require_room_to_load(file: Path, sessions: Sequence[Session], options: ServeOptions, queues: int) -> None:
@@ -98,7 +101,7 @@ def require_room_to_load(file: Path, sessions: Sequence[Session], options: Serve
     if used + loading > available:
         raise UsageError(
             f"loading it takes up to {format_bytes(loading)} beside the {format_bytes(used)} of the models in memory, "
-            f"but {source} {format_bytes(available)}. Unload a model, or give the server more memory"
+            f"but {source} {format_bytes(available)}{_each(options)}. Unload a model, or give the server more memory"
         )
 
 

@@ -103,7 +103,7 @@ class QueueOptions:
     )
     max_view_pixels: int | None = option(
         None,
-        "Maximum size of a view, in pixels; all scales of an image together may have twice as many.",
+        "Maximum size of a view, in pixels; all scales of an image together may have three times as many.",
         min=1,
         default="the largest of the model's own protocols",
     )
@@ -158,8 +158,8 @@ class ServerLimits:
     )
     arriving_bytes: int | None = option(
         None,
-        "Bytes for messages that are arriving or being decompressed; at least one. If the process grows beyond the "
-        "memory of its start line, unfinished messages of the client with the most are refused, but for as many.",
+        "Bytes for messages that are arriving or being decompressed; room for at least one. If the process exceeds "
+        "the memory in its start line, the client with the most unfinished messages may keep this much.",
         min=1,
         default="268435456, or less to fit --memory-limit",
     )

@@ -45,7 +45,7 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     """
     session = sessions[0]
     dataset = open_from_spec(data, session.contract.classes)
-    labels = {sample.label for sample in dataset.samples}
+    labels = {label for sample in dataset.samples for label in sample.labels}
     require_outside_images(folder, dataset)
     if heatmaps > 0:
         if shard is not None:

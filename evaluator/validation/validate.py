@@ -64,8 +64,8 @@ def validate(  # noqa: PLR0913 - one argument per option
     (first, end), total = info.span, info.images
     if first == end:
         raise UsageError(
-            f"shard {info.shard and '/'.join(map(str, info.shard))} is empty: {info.dataset['images']} images are "
-            f"{-(-info.dataset['images'] // info.chunk)} chunks of {info.chunk}. Use fewer shards"
+            f"shard {info.shard and '/'.join(map(str, info.shard))} is empty: "
+            f"the dataset has {info.dataset['images']} images, in chunks of {info.chunk}. Use fewer shards"
         )
     samples = dataset.samples[first:end]
     with open_run(folder, info, samples, fresh=fresh) as writer, _resumable(writer, total):

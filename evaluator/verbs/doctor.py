@@ -31,7 +31,7 @@ def doctor(
     ] = ServeOptions.port,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check what this machine can run and whether it is set up correctly, and --model; or check only --server.
+    """Check what this machine can run, its setup and a --model; or only a --server.
 
     Exits 6 if something is wrong, and prints how to fix it.
     """

@@ -116,7 +116,7 @@ def validate(
     )
     report_result(finished, run, as_json=as_json)
     if finished.info.shard is not None:
-        report(f"when all {finished.info.shard[1]} shards are done: prelunet merge")
+        report(f"when every shard of {finished.info.shard[1]} is done: prelunet merge")
     else:
         report_next_command(finished, run)
 

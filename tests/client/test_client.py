@@ -130,11 +130,16 @@ def test_a_server_is_ready_and_describes_its_models(client: Client) -> None:
     assert model.classes == FakeSession().contract.classes
 
 
+def test_a_model_that_is_unloaded_while_models_are_described_is_left_out(client_to) -> None:
+    with client_to(ScriptedServicer(None, ModelNotFound("no model 'six' is served"))) as client:
+        assert [model.name for model in client.models()] == ["three"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
         ({"image": b"text"}, ImageError, "not a readable image"),
-        ({"image": b"x" * MAX_MESSAGE_BYTES}, ImageError, f"a message, whose limit is {MAX_MESSAGE_BYTES}"),
+        ({"image": b"x" * MAX_MESSAGE_BYTES}, ImageError, f"this client, at most {MAX_MESSAGE_BYTES}"),
         ({"model": "nine"}, ModelNotFound, "no model 'nine' is served. There are: fake"),
         ({"protocol": "nine"}, UsageError, "unknown protocol 'nine'"),
         ({"top_k": 0}, UsageError, "top_k is 0"),

@@ -176,6 +176,8 @@ def test_a_list_without_folders_is_refused_where_two_images_share_a_name(tmp_pat
     assert "several images match the name a.png. Name them with folders" in refusal(
         data, listed(tmp_path, ["a.png 1", "b.png 2"])
     )
+    two = write_folder(tmp_path / "two", {"a.png": b"1", "a.bmp": b"2"})
+    assert "several images match the name a. Name them with suffixes" in refusal(two, listed(tmp_path, ["a 1", "b 2"]))
     dataset = opened(data, listed(tmp_path, ["./y/a.png 1", "x/a.png 2", "y\\b.png 3"]))
     assert [(sample.file, sample.label) for sample in dataset.samples] == [
         ("x/a.png", 2),
@@ -428,6 +430,13 @@ def test_names_that_are_numbers_are_names(tmp_path: Path) -> None:
     digits = [ClassEntry(f"n{index:08}", str((index + 1) % 10)) for index in range(10)]
     data = write_folder(tmp_path / "val", {f"{number}/a.png": b"a" for number in range(10)})
     assert [sample.label for sample in opened(data, classes=digits).samples] == [9, *range(9)]
+
+
+def test_numbers_beside_names_are_refused_as_labels_of_another_kind(tmp_path: Path) -> None:
+    data = write_folder(tmp_path / "data", {"a.png": b"a", "b.png": b"b"})
+    text = refusal(data, listed(tmp_path, ["a.png tench", "b.png 2"]))
+    assert "line 2: the label 2 is a class index, but other labels are names. Use labels of one kind" in text
+    assert "the label '99' is not one of" in refusal(data, listed(tmp_path, ["a.png tench", "b.png 99"]))
 
 
 def test_numbers_beside_wnids_that_are_numbers_are_damaged_wnids_and_no_indices(tmp_path: Path) -> None:

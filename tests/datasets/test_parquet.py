@@ -229,6 +229,9 @@ def test_a_test_set_is_opened_without_its_labels(tmp_path: Path) -> None:
     path = write(tmp_path / "x" / "a.parquet", {"image": images_of(IMAGES)})
     assert len(open_images(path, CLASSES).samples) == 30
     assert "no label column (a ClassLabel, or one named label, labels," in refusal(path)
+    for labels, kind in (([1.0, None] * 15, "double"), ([[1]] * 30, "list<")):
+        write(path, {"image": images_of(IMAGES), "label": labels})
+        assert f"the column label has the type {kind}" in refusal(path)
 
 
 # Reading

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets import DatasetSpec, Sample
+from prelunet.evaluator.datasets import DatasetSpec, Sample, select
 from prelunet.evaluator.datasets.labels.class_file import read_class_list
 from prelunet.evaluator.errors import DatasetError, PreluNetError, UsageError
 from prelunet.evaluator.validation.run_log import find_dataset, spec_to_log
@@ -73,6 +73,13 @@ def test_images_of_every_layout_have_the_labels_of_their_number_and_empty_ones_a
     assert f"{several} images have several true classes; {empty} without a class are left out" in "\n".join(
         dataset.remarks
     )
+
+
+def test_an_image_is_selected_by_any_of_its_true_classes(tmp_path: Path) -> None:
+    whole = opened(write_folder(tmp_path / "val", DATA), write_real(tmp_path / "real.json"))
+    label = next(truth[1] for truth in REAL if len(truth) > 1)
+    part = select(whole, limit=None, classes=(WNIDS[label],))
+    assert [sample.file for sample in part.samples] == [name_of(n) for n, truth in enumerate(REAL, 1) if label in truth]
 
 
 def test_the_built_in_labels_are_those_of_the_publication(tmp_path: Path) -> None:

@@ -116,6 +116,12 @@ def test_classes_are_selected_by_wnid_index_or_name(text: str, expected: tuple[i
     assert parse_class_selection(str(tmp_path / "classes.txt"), CLASSES) == tuple(WNIDS[index] for index in expected)
 
 
+def test_names_of_classes_may_have_commas() -> None:
+    classes = [ClassEntry(name, name) for name in ("drake", "tench, Tinca tinca", "a/b, c.d")]
+    assert parse_class_selection("tench, Tinca tinca", classes) == ("tench, Tinca tinca",)
+    assert parse_class_selection("a/b, c.d\ndrake", classes) == ("drake", "a/b, c.d")
+
+
 def test_lines_of_a_file_of_classes_may_have_more_words(tmp_path: Path) -> None:
     (tmp_path / "synsets.txt").write_text(f"{WNIDS[3]} crane, a bird\n\n{WNIDS[0]}\tfish\n")
     assert parse_class_selection(str(tmp_path / "synsets.txt"), CLASSES) == (WNIDS[0], WNIDS[3])

@@ -213,6 +213,9 @@ def test_after_all_images_the_verdict_is_that_of_compare(
         raise_unless_passed([check_decision(found, 5)])
     with pytest.raises(CheckFailed):
         raise_unless_passed([check_decision(found, 2)])
+    same = decided(dataset, tmp_path / "same", wrong_a, wrong_a, margin=1)
+    assert same.data["images"] == IMAGES
+    raise_unless_passed([check_decision(same, 0)])  # no answer changed
 
 
 def test_images_that_one_model_refuses_leave_the_rest_open(dataset: Dataset, tmp_path: Path) -> None:

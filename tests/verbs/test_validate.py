@@ -114,7 +114,7 @@ def test_shards_print_their_images_and_are_the_parts_of_the_whole(
         first, end = (1, 64) if number == 1 else (65, 80)
         assert f"shard {number}/2: images {first} to {end} in order of name" in printed.err
         assert printed.out == f"{len(part)} of {len(part)} images evaluated\n"
-        assert "when all 2 shards are done: prelunet merge" in printed.err
+        assert "when every shard of 2 is done: prelunet merge" in printed.err
         assert list(read_run(tmp_path / f"part{number}").predictions) == list(part)
     assert command(data, "--shard", "3/3", "--json", folder="part3") == 0
     assert json.loads(capsys.readouterr().out) == {

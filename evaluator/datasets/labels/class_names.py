@@ -144,6 +144,11 @@ class ClassList:
                 )
             return found[0]
         found = self.by_name.get(_normalized(word), [])
+        index = NUMBER.fullmatch(word) and 0 <= int(word) < len(self.wnids)
+        if not found and index and not any(map(NUMBER.fullmatch, self.wnids)):
+            raise DatasetError(
+                f"{place}: the label {word} is a class index, but other labels are names. Use labels of one kind"
+            )
         if not found:
             raise DatasetError(
                 f"{place}: the label {word!a:.80} is not one of the model's {len(self.wnids)} classes, which start "

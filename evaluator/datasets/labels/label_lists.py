@@ -69,7 +69,7 @@ def check_positions(labels: int, images: Sequence[str], path: Path) -> None:
     if labels != len(images):
         raise DatasetError(
             f"{path}: {labels:,} labels for {len(images):,} images, so labels cannot be matched to images by position. "
-            "Use all images of the list (with --limit or --only-classes to select some), or a list of names and labels"
+            "Use all images of the list, or a list of names and labels"
         )
     if (orders := orders_of(images)) is not None:
         raise DatasetError(
@@ -260,7 +260,8 @@ def _match(
     position_of = {key(name): position for position, name in enumerate(images)}
     if len(position_of) < len(images):
         twice = next(name for name, count in Counter(map(key, images)).items() if count > 1)
-        raise DatasetError(f"{path}: several images match the name {format_names([twice])}. Name them with folders")
+        parts = "suffixes" if key.stem else "folders"
+        raise DatasetError(f"{path}: several images match the name {format_names([twice])}. Name them with {parts}")
     entry_of = [-1] * len(images)
     for number, entry in enumerate(entries):
         position = position_of.get(key(entry.name))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from ...errors import Overloaded
+from ...errors import Overloaded, UsageError
 from ..observability.call_context import Call
 from ..observability.metrics import ModelMetrics
 from ..options import QueueOptions
@@ -114,8 +114,14 @@ class AdmissionController:
         """Admit images until `leave`.
 
         Raises Overloaded, with the time after which to retry, when a limit is reached. If no image is unanswered, a
-        request of any size is admitted.
+        request of any size is admitted, but for several images beyond the share of a token: UsageError.
         """
+        own = self._queue.max_views * (ticket.share or 1)
+        if ticket.share is not None and ticket.images > 1 and ticket.views > own:
+            raise UsageError(
+                f"{ticket.images} images have {ticket.views} views, and this token's share of the queue is {own:g}. "
+                "Send fewer images in a call"
+            )
         ticket.size = min(ticket.size, self._queue.max_bytes)  # alone it is admitted, but leaves the reserve to others
         first_in_line = not self.waiters or not self._room_awaited()
         if (reason := self._refusal_reason(ticket, first_in_line=first_in_line)) is not None:
@@ -228,8 +234,8 @@ class AdmissionController:
 
     def _above_share(self, ticket: Ticket) -> bool:
         """Return whether a ticket would exceed the share of its identity; one image alone never does."""
-        used = self._identities.get(ticket.identity)
-        if (share := ticket.share) is None or used is None:
+        used = self._identities.get(ticket.identity, _NONE)
+        if (share := ticket.share) is None or used.images + ticket.images == 1:
             return False
         views, size = used.views + ticket.views, used.bytes + ticket.size
         return views > share * self._queue.max_views or size > share * self._queue.max_bytes

@@ -120,6 +120,10 @@ def stub():
         ([pb.EvaluateRequest(image=GOOD)], "INVALID_ARGUMENT", "first message of an evaluation should be `start`"),
         ([*stream()], "INVALID_ARGUMENT", "the stream had no image"),
         ([*stream(GOOD), *stream()], "INVALID_ARGUMENT", "after the first message, `start`"),
+        (
+            [*stream(GOOD, pb.LabelledImage(file="b.png", data=png(20, 90), label=1), protocol="dense-100")],
+            "INVALID_ARGUMENT", r"b\.png: protocol dense-100: a view of this image would have 100x400 pixels",
+        ),  # fmt: skip
         ([*stream(GOOD, GOOD)], "INVALID_ARGUMENT", "two images are named 'a.png'"),
         ([*stream(GOOD, dataset="")], "INVALID_ARGUMENT", "`start` should name the dataset"),
         ([*stream(GOOD, model="nine")], "NOT_FOUND", "no model 'nine'"),

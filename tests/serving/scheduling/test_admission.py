@@ -19,7 +19,7 @@ from prelunet.evaluator.errors import DeadlinePassed, ImageError, Overloaded, Us
 from prelunet.evaluator.imaging.header import PNG_SIGNATURE
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.protocols import build_protocol
+from prelunet.evaluator.protocols import build_protocol, supported_protocols
 from prelunet.evaluator.serving.data_plane import DataPlane
 from prelunet.evaluator.serving.decoding import prepare_image
 from prelunet.evaluator.serving.models import Models
@@ -101,10 +101,18 @@ async def test_a_view_that_would_take_gigabytes_is_refused_before_it_is_created(
         with pytest.raises(UsageError, match="1600x6400 pixels, more than this server's limit of 25600"):
             await ask("dense-1600")
         with pytest.raises(
-            UsageError, match="together have 74900 pixels, more than this server's limit of 51200"
+            UsageError, match="together have 98616 pixels, more than this server's limit of 76800"
         ):  # each fits
-            await ask("dense-78-79-80")
+            await ask("dense-77-78-79-80")
         assert await ask("dense-40")
+
+
+@async_test
+async def test_the_most_elongated_image_is_answered_with_every_protocol_of_the_model() -> None:
+    contract = fake_contract()
+    with serve_models(fake=FakeSession(contract)) as models:
+        for name in supported_protocols(contract):
+            assert await DataPlane(models).classify(png(20, 200), "fake", RequestOptions(name), Call()), name
 
 
 @async_test

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prelunet.evaluator.errors import ImageError, Overloaded
+from prelunet.evaluator.errors import ImageError, Overloaded, UsageError
 from prelunet.evaluator.serving.data_plane import DataPlane
 from prelunet.evaluator.serving.observability.call_context import Call
-from prelunet.evaluator.serving.scheduling.admission import AdmissionController, Usage
+from prelunet.evaluator.serving.scheduling.admission import AdmissionController, Ticket, Usage
 from prelunet.evaluator.serving.scheduling.model import RequestOptions
 from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, settled, until
@@ -105,6 +105,18 @@ def test_an_identity_gets_no_more_than_its_share_and_one_image_alone_always_fits
             stack.enter_context(admitted(admission, 1, 1, half))
     refusals = metrics.registry.get_sample_value("prelunet_refusals_total", {"model": "fake", "reason": "share"})
     assert refusals == 2
+
+
+def test_several_images_beyond_the_share_of_a_token_are_refused_for_good() -> None:
+    admission, _ = build_admission(max_views=40)
+    half = call_of("half", identity="token:half", share=0.5)
+    with ExitStack() as stack:
+        stack.enter_context(admitted(admission, 1, 10, call_of("another")))
+        with pytest.raises(UsageError, match="7 images have 21 views, and this token's share of the queue is 20"):
+            admission.admit_or_refuse(Ticket(half, 1, 21, images=7))
+        admission.admit_or_refuse(Ticket(half, 1, 18, images=6))
+        with pytest.raises(Overloaded, match="the limit is the share of this token"):
+            admission.admit_or_refuse(Ticket(half, 1, 6, images=2))
 
 
 def test_who_waits_for_the_own_share_holds_up_nobody_else() -> None:
