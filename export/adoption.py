@@ -1,6 +1,5 @@
 """Adoption as a user asks for it: the options of a foreign net, what they mean for its file, and the model file."""
 
-import hashlib
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -250,13 +249,12 @@ def ensure_model_file(
         return net
     import_from_extra("onnx")
     from .foreign.adopt import adopt
-    from .foreign.read_net import read_net
+    from .foreign.read_net import digest_of, read_net
 
-    digest = hashlib.sha256(read_net(net).SerializeToString(deterministic=True))
     classes, options = resolve_options(net, own, report, check=check)
     assert classes is not None
-    digest.update(repr((classes.entries, options, importlib.metadata.version("prelunet"))).encode())
-    output = folder / f"{net.stem}-{digest.hexdigest()[:8]}.onnx"
+    digest = digest_of(read_net(net), classes.entries, options, importlib.metadata.version("prelunet"))
+    output = folder / f"{net.stem}-{digest[:8]}.onnx"
     if output.exists():
         report(f"{net}: already adopted, as {output}")
         return output
@@ -275,7 +273,8 @@ def _chosen(
     stated_crop, stated_scale = values.pop("crop", None), values.pop("center_scale", None)
     given = {name: value for name, value in vars(preprocessing).items() if value is not None}
     preset, scale = given.pop("preset", None), given.pop("scale", None)
-    if "resize" not in given and crop is None:  # the scale stated is that of the way to resize, for the crop stated
+    # The scale stated is that of the way to resize, for the crop stated.
+    if given.get("resize", values.get("resize")) == values.get("resize") and crop in {None, stated_crop}:
         scale = scale or stated_scale
     usual = _changed(Preprocessing(None, None) if preset is None else PRESETS[preset], values)
     chosen = _changed(usual, given)

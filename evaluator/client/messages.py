@@ -153,7 +153,7 @@ def labelled_image(dataset: "Dataset", sample: "Sample") -> pb.EvaluateRequest:
 
 @contextmanager
 def _invalid_options(options: Mapping[str, object], declared: type[EvaluateOptions]) -> Iterator[None]:
-    """Refuse unknown options, and convert what Python and protobuf raise for wrong types and text that is not Unicode."""
+    """Refuse unknown options, and convert the errors for wrong types and for text that is not Unicode."""
     known = declared.__annotations__
     if unknown := options.keys() - known.keys():
         raise UsageError(f"no option {min(unknown)!r}. There are: {', '.join(known)}")

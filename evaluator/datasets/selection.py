@@ -29,9 +29,9 @@ _LONGEST = MAX_NAME_LENGTH // 2  # characters of these names; the whole selectio
 def parse_class_selection(text: str, classes: Sequence[ClassEntry], option: str = "--classes") -> tuple[str, ...]:
     """Return the wnids selected by an option, in the order of the model's classes.
 
-    text: wnids, class indices or unique names, separated by commas or, as names may have commas, by line feeds, a file
-    with one per line, or a published set (`PUBLISHED`). If a whole line is not a class, its first word is used. Raises UsageError or DatasetError for words
-    that are not classes.
+    text: wnids, class indices or unique names, separated by commas or, as names may have commas, by line feeds; a file
+    with one per line; or a published set (`PUBLISHED`). If a whole line of a file is not a class, its first word is
+    used. Raises UsageError or DatasetError for words that are not classes.
     """
     class_list = ClassList(tuple(entry.wnid for entry in classes), tuple(entry.name for entry in classes))
     path, separator = Path(text), "\n" if "\n" in text or class_list.contains(text.strip()) else ","

@@ -74,8 +74,8 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions, queues: i
     if options.processes > 1:
         given, enough = (PARENT_BYTES + options.processes * part for part in (limit, enough))
     raise UsageError(
-        f"--memory-limit {format_bytes(given)}: serving needs at least {need}{_each(options)}. Give {format_bytes(enough)}, or a "
-        "smaller --queue-bytes, --arriving-bytes, --max-calls or --max-image-bytes"
+        f"--memory-limit {format_bytes(given)}: serving needs at least {need}{_each(options)}. "
+        f"Give {format_bytes(enough)}, or a smaller --queue-bytes, --arriving-bytes, --max-calls or --max-image-bytes"
         f"{', or fewer models' * (len(sessions) > 1)}"
     )
 

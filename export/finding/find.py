@@ -26,7 +26,7 @@ from ...evaluator.machine import cores
 from ...training.importing.preprocessing import Layout, Preprocessing
 from ..foreign.adopt import OutputKind, are_probabilities, check_classes, pictures_of
 from ..foreign.quantized import loader
-from ..foreign.read_net import find_interface, read_net
+from ..foreign.read_net import digest_of, find_interface, read_net
 from ..foreign.sidecars import ClassList, find_net, read_classes, read_sidecars
 from .candidates import QUESTIONS, Candidate, Question, candidate_of, first_candidate, options, with_answer
 from .decide import (
@@ -134,6 +134,7 @@ def find_input(  # noqa: PLR0913 - one argument per option
         create_folder(Path(log), "--find-log")  # before the images are read
     path = find_net(Path(net))
     model = read_net(path)
+    digest = digest_of(model)
     interface = find_interface(path, model, crop=crop, layout=layout, output=net_output)
     gray = interface.channels == 1 or (given is not None and given.channels == "gray")
     first = first_candidate(interface.crop, gray=gray, takes_bytes=interface.takes_bytes)
@@ -160,7 +161,7 @@ def find_input(  # noqa: PLR0913 - one argument per option
         samples = _in_clear_order(dataset, pictures)
         judge = _references(Path(reference), len(samples), outputs, probabilities=probabilities)
     identity = {
-        "version": 2, "net": sha256_of(path), "input": [interface.layout, interface.crop], "output": interface.output,
+        "version": 2, "net": digest, "input": [interface.layout, interface.crop], "output": interface.output,
         "probabilities": probabilities, "gray": gray, "data": dataset.fingerprint, "images": len(samples),
         "reference": None if reference is None else sha256_of(Path(reference)),
     }  # fmt: skip

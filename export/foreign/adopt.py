@@ -28,7 +28,7 @@ from ...evaluator.engine.runtimes.onnx import RawOnnxModel
 from ...evaluator.engine.scores import softmax
 from ...evaluator.engine.verify import Deviation, golden_answer
 from ...evaluator.errors import ContractError, UsageError
-from ...evaluator.files import check_not_input, open_atomically, sha256_of
+from ...evaluator.files import check_not_input, open_atomically
 from ...evaluator.protocols import LONG_SIDE_CAP
 from ...training.importing.preprocessing import Layout, Preprocessing
 from ..dense.build import MAX_CANVAS_SIDE
@@ -39,6 +39,7 @@ from .quantized import Form, difference, find_form, in_int8, int8_tolerance, loa
 from .read_net import (
     NetInterface,
     count_multiply_adds,
+    digest_of,
     find_interface,
     opset_of,
     read_net,
@@ -114,6 +115,7 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
         interface = find_interface(path, net, crop=options.crop, layout=options.layout, output=options.net_output)
         options = _with_channels(path, interface, options)
         _check_preprocessing(path, interface, options)
+        digest = digest_of(net, interface.input, interface.layout, interface.output, options.preprocessing)
         pictures = pictures_of(interface.crop)
         load = loader(path, net)
         form = find_form(load, net)
@@ -148,7 +150,9 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
         crop = interface.crop
         of_crop = golden_answer(crop, crop, *(rows[0] for rows in expected))
         golden = golden_answers(crop, windows) if windows else (of_crop,)
-        contract = replace(_contract(path, net, interface, classes.entries, options, head), golden=golden)
+        contract = replace(
+            _contract(path, net, interface, classes.entries, options, head, digest=digest), golden=golden
+        )
         if form is not None and tolerance is not None:
             contract = in_int8(contract, form, tolerance)
         opset = opset_of(net)
@@ -326,9 +330,9 @@ def _windows(
                     reason = "feature map has {}x{} cells, but {}x{} follow from its layers"
                     raise ContractError(reason.format(*cells.shape[2:], *sides))
                 rows, columns = (side - head.window + 1 for side in sides)
-                outputs = [
+                outputs = [  # a net that squeezes has no axis for a batch of one
                     of_window.run({head.feature_map: cells[:, :, row:, column:][..., : head.window, : head.window]},
-                                  interface.output)[0].reshape(-1)
+                                  interface.output).reshape(len(cells), -1)[0]
                     for row, column in np.ndindex(rows, columns)
                 ]  # fmt: skip
                 table = np.reshape(outputs, (rows, columns, -1)).astype(np.float64)
@@ -381,8 +385,13 @@ def _contract(
     classes: tuple[ClassEntry, ...],
     options: AdoptOptions,
     head: Head | None,
+    *,
+    digest: str,
 ) -> ModelContract:
-    """Build the contract of the file, without golden images; head: of a dense net. Otherwise the crop is one window."""
+    """Build the contract of the file, without golden images.
+
+    head: of a dense net, otherwise the crop is one window; digest: of the net and how it is fed.
+    """
     crop, count = interface.crop, count_multiply_adds(net, interface)
     if options.center_scale is not None and not crop <= options.center_scale <= MAX_CROPS_PER_SIDE * crop:
         raise UsageError(
@@ -406,7 +415,7 @@ def _contract(
             max_side=crop if head is None else max(MAX_CANVAS_SIDE, LONG_SIDE_CAP * max(scales)),
             canvas="exact",
             precision="fp16" if half else "fp32",
-            checkpoint_sha256=sha256_of(path),
+            checkpoint_sha256=digest,
             interpolation=options.preprocessing.interpolation,
             preparation=options.preprocessing.preparation,
             center_scale=options.center_scale or (crop if options.preprocessing.tight else None),

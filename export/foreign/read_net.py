@@ -1,5 +1,6 @@
 """Reads a foreign ONNX classifier with its external data, and finds its image input and its output of scores."""
 
+import hashlib
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,6 +128,13 @@ def read_net(path: Path) -> ModelProto:
             f"{path}: its weights are in other files, which cannot be read ({reason}). {fix}"
         ) from error
     return model
+
+
+def digest_of(net: ModelProto, *stated: object) -> str:
+    """Return the sha256 of a net with its weights, wherever they are stored, and of what is stated about it."""
+    digest = hashlib.sha256(net.SerializeToString(deterministic=True))
+    digest.update(repr(stated).encode())
+    return digest.hexdigest()
 
 
 def opset_of(model: ModelProto) -> int:

@@ -343,7 +343,7 @@ def test_a_view_that_cannot_fit_is_refused_with_its_size_and_what_to_do() -> Non
 
 def test_a_model_that_cannot_even_be_loaded_is_refused_as_such() -> None:
     assert "Loading the model" in refusal_of(A, "center", G)
-    with pytest.raises(UsageError, match=r"loading the model alone takes up to 1\.\d\dG, but this process may take 1\.00G"):
+    with pytest.raises(UsageError, match=r"loading the model alone takes up to 1\.\d\dG, .* may take 1\.00G"):
         require_loadable(A_FILE, "fp32", G, "cpu")
     require_loadable(A_FILE, "fp32", 2 * G, "cpu")
 

@@ -309,7 +309,7 @@ def test_int8_runs_on_cpus_only_and_a_request_for_it_names_the_export(tiny: Path
         open_session(tiny, "cuda")
     with pytest.raises(UsageError, match=r"stores int8\. Export it with --precision fp32$"):
         open_session(tiny, "ncnn", precision="fp32")  # which OpenVINO does not have for it either
-    with pytest.raises(UsageError, match="bf16 needs --device openvino and another file: .* --precision fp32$"):
+    with pytest.raises(UsageError, match=r"bf16 needs --device openvino and another file: .* --precision fp32$"):
         open_session(tiny, "cpu", precision="bf16")
     export_checkpoint(tiny.parent / "net.safetensors", tmp_path / "fp32.onnx")
     with pytest.raises(

@@ -415,6 +415,18 @@ def test_a_search_goes_on_where_it_was_killed(data: Path, tmp_path: Path) -> Non
     assert len(list(tmp_path.glob("net.*.find-input.jsonl"))) == 2, "other images have a file of their own"
 
 
+def test_a_net_with_other_weights_in_the_same_files_is_searched_anew(data: Path, tmp_path: Path) -> None:
+    path = write_net(tmp_path / "net.onnx", TRUTHS["torchvision"])
+    for factor in (1, 2):
+        model = onnx.load(path)
+        for each in model.graph.initializer:
+            each.CopyFrom(onnx.numpy_helper.from_array(factor * onnx.numpy_helper.to_array(each), each.name))
+        (tmp_path / "weights").unlink(missing_ok=True)  # onnx would append to it
+        onnx.save(model, path, save_as_external_data=True, location="weights", size_threshold=0)
+        find_input(path, data, classes=ENTRIES, log=tmp_path / "log", images=60)
+    assert len(list((tmp_path / "log").iterdir())) == 2
+
+
 def test_adopt_prints_what_it_found_and_writes_it_only_with_an_output(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

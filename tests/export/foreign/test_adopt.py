@@ -341,6 +341,25 @@ def test_weights_in_another_file_are_taken_into_the_model(tmp_path: Path) -> Non
         adopted(tmp_path, path)
 
 
+def test_nets_with_other_weights_or_fed_in_another_way_are_other_nets(tmp_path: Path) -> None:
+    """The net's own file is the same if its weights are elsewhere, as torch exports them."""
+    path, digests = net(tmp_path), []
+    model = onnx.load(path)
+    for factor in (1, 1, 2):
+        changed = onnx.ModelProto.FromString(model.SerializeToString())
+        weights = next(each for each in changed.graph.initializer if len(each.dims) == 4)
+        weights.CopyFrom(onnx.numpy_helper.from_array(factor * onnx.numpy_helper.to_array(weights), weights.name))
+        (tmp_path / "weights.bin").unlink(missing_ok=True)  # onnx would append to it
+        onnx.save(changed, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+        digests.append(adopted(tmp_path, path)[0].contract.checkpoint_sha256)
+    other = adopt(
+        path, tmp_path / "b.onnx", class_list(tmp_path), AdoptOptions(replace(RGB, channels="bgr"), crop=CROP)
+    )
+    digests.append(other.contract.checkpoint_sha256)
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
 def test_a_net_with_our_own_names_inside_and_with_a_branch_that_reads_weights_from_outside_works(
     tmp_path: Path,
 ) -> None:

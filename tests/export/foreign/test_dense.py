@@ -238,6 +238,21 @@ def test_the_feature_map_has_the_sides_that_its_layers_give_for_every_image(
         assert head.trunk.output_side(side) == trunk(torch.zeros(1, 3, side, CROP)).shape[2]
 
 
+class Squeezing(Convnet):
+    """As makers write it who try their net on one image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).squeeze()
+
+
+def test_a_net_that_squeezes_its_scores_becomes_dense(tmp_path: Path) -> None:
+    net = Squeezing(nn.Conv2d(3, 8, 4, 4), nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 7)), 12)
+    session, _ = adopted(tmp_path, export(net.eval(), tmp_path / "net.onnx", "dynamo"), crop=CROP, dense=True)
+    outputs = session.run(golden_image(61, 83)[None], np.array([[61, 83]], np.int64))
+    expected = softmax(net.windows(golden_image(61, 83), RGB))
+    np.testing.assert_allclose(outputs.window_scores[0], expected, atol=TOLERANCE)
+
+
 class SameConv(nn.Conv2d):
     """A convolution with TensorFlow's padding "same", in torch: its cells follow from the sides of the image."""
 

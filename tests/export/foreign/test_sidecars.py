@@ -126,6 +126,15 @@ def test_options_replace_what_the_files_say(tmp_path: Path) -> None:
     assert contract.training["adopted"]["std"] == [0.7] * 3
 
 
+@pytest.mark.parametrize("option", [[], ["--crop", str(CROP)], ["--resize", "shorter"]])
+def test_an_option_that_repeats_what_the_files_say_changes_nothing(tmp_path: Path, option: list[str]) -> None:
+    stated = {"pretrained_cfg": {**TIMM, "crop_pct": 0.95}, "label_names": list(LABELS.values())}
+    folder_of(tmp_path, config=stated)
+    assert run(["adopt", str(tmp_path), *option, "-o", str(tmp_path / "adopted")]) == 0
+    contract = open_session(tmp_path / "adopted", "cpu").contract
+    assert build_protocol("center", contract).scales == (int(CROP / 0.95),)  # timm's floor
+
+
 def test_squashing_by_option_replaces_the_scale_that_the_files_say(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, config={"id2label": LABELS}, preprocessor_config=CLIP)
     assert run(["adopt", str(folder), "--resize", "squash", "-o", str(tmp_path / "adopted")]) == 0

@@ -122,8 +122,9 @@ def stub():
         ([*stream(GOOD), *stream()], "INVALID_ARGUMENT", "after the first message, `start`"),
         (
             [*stream(GOOD, pb.LabelledImage(file="b.png", data=png(20, 90), label=1), protocol="dense-100")],
-            "INVALID_ARGUMENT", r"b\.png: protocol dense-100: a view of this image would have 100x400 pixels",
-        ),  # fmt: skip
+            "INVALID_ARGUMENT",
+            r"b\.png: protocol dense-100: a view of this image would have 100x400 pixels",
+        ),
         ([*stream(GOOD, GOOD)], "INVALID_ARGUMENT", "two images are named 'a.png'"),
         ([*stream(GOOD, dataset="")], "INVALID_ARGUMENT", "`start` should name the dataset"),
         ([*stream(GOOD, model="nine")], "NOT_FOUND", "no model 'nine'"),

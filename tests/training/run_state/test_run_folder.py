@@ -129,7 +129,7 @@ def test_a_run_can_be_resumed_with_sums_in_another_order(
 
 
 def test_a_folder_whose_name_torch_cannot_read_is_refused_before_it_exists(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="not valid UTF-8. Choose another folder with --out"):
+    with pytest.raises(RunFolderError, match=r"not valid UTF-8\. Choose another folder with --out"):
         train(SHORT, data, tmp_path / "caf\udce9")
     assert not any(tmp_path.iterdir())
 
