@@ -129,9 +129,10 @@ def check_comparable(a: Run, b: Run) -> None:
             f"{_dataset(a)} and {_dataset(b)}. Validate both models on the same dataset"
         )
     if a.info.candidates != b.info.candidates:
-        one, other = (len(run.info.candidates or run.info.classes) for run in (a, b))
+        one, other = (set(run.info.candidates or range(len(wnids_a))) for run in (a, b))
         raise RunFolderError(
-            f"{a.where} and {b.where} predict among different classes ({one:,} and {other:,}). {RESTRICTION_FIX}"
+            f"{a.where} and {b.where} predict among different classes ({len(one):,} and {len(other):,}; "
+            f"{wnids_a[min(one ^ other)]} in one run only). {RESTRICTION_FIX}"
         )
     require_same_images(a, b)
 

@@ -154,7 +154,8 @@ def describe_protocol(protocol: Mapping[str, Any]) -> str:
         words += _PARTS_SHOWN[protocol["kind"]].format(crop=protocol["crop"])
     words += " mirrored" if protocol["mirror"] else ""
     words += ", logits averaged" if protocol["averaging"] == "logit" else ""
-    return words + (", every window alike" if protocol["weights"] == "view" else "")
+    words += ", every window alike" if protocol["weights"] == "view" else ""
+    return words + (", EXIF orientation applied" if protocol["apply_exif"] else "")
 
 
 def describe_traits(report: Report) -> str:

@@ -1,6 +1,7 @@
 """All runs below a folder in one table: models x datasets x protocols, with errors, speed, and what computed them."""
 
 import csv
+import hashlib
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -87,10 +88,13 @@ def _read_row(top: Path, below: Path, open_file: OpenFile) -> Row:
 def described(info: RunInfo) -> Row:
     """Return the columns on what was evaluated, and how."""
     model, dataset, circumstances = info.model, info.dataset, info.circumstances
+    restriction = scored_over({"dataset": dataset}) if info.candidates else None
+    if info.candidates and dataset["restriction"]["name"] == "list":  # another list may be as long
+        restriction = f"{restriction}, sha256 {hashlib.sha256(repr(info.candidates).encode()).hexdigest()[:8]}"
     return {
         **{"model": model["file"], "architecture": model["architecture"], "sha256": model["sha256"]},
         **{"dataset": dataset["name"], "fingerprint": dataset["fingerprint"], "selection": dataset["selection"]},
-        "restriction": scored_over({"dataset": dataset}) if info.candidates else None,
+        "restriction": restriction,
         "images": info.images,
         **{"protocol": info.protocol.name, "views": describe_protocol(info.protocol.to_json())},
         **{"provider": short_provider(circumstances), "precision": circumstances["precision"]},

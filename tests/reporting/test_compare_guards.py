@@ -1,5 +1,6 @@
 """Guards of `prelunet compare`: a worse B, a B that refuses images."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,20 @@ def test_fail_if_worse_exits_6_beyond_the_points_and_has_written_before(
         assert "top-5" not in message
     assert (b / "report" / "compared-with-a" / "compare.html").exists()
     assert cli.run(["compare", str(b), str(a), "--fail-if-worse", points, "--metric", metric]) != 6  # better
+
+
+def test_runs_among_other_classes_are_refused_with_a_class_that_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = []
+    for name, classes in (("a", [0, 1, 2, 3, 4]), ("b", [0, 1, 2, 3, 5])):
+        folders.append(str(write_run(tmp_path / name, [evaluated("0.jpg", 0, classes, 1)])))
+        info = json.loads((tmp_path / name / "run.json").read_text())
+        info["dataset"]["restriction"] = {"name": "list", "classes": classes}
+        (tmp_path / name / "run.json").write_text(json.dumps(info))
+    assert cli.run(["compare", *folders]) == 2
+    wnid = json.loads((tmp_path / "a" / "run.json").read_text())["classes"][4]["wnid"]
+    assert f"predict among different classes (5 and 5; {wnid} in one run only)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])

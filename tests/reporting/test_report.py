@@ -361,6 +361,7 @@ def test_report_carries_the_suspicion_about_the_labels(tmp_path: Path) -> None:
         ({"kind": "ten-crop", "scales": [256], "crop": 224}, "scale 256, five crops 224 mirrored"),
         ({"kind": "spp-18", "weights": "view"}, "scales 256,384, nine windows mirrored, every window alike"),
         ({"averaging": "logit"}, "scales 256,384 mirrored, logits averaged"),
+        ({"apply_exif": True}, "scales 256,384 mirrored, EXIF orientation applied"),
     ],
 )
 def test_a_protocol_has_a_short_description(changes: dict[str, Any], words: str) -> None:

@@ -13,7 +13,7 @@ from statsmodels.stats.proportion import proportion_confint
 
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.reporting.report_page import write_report
-from prelunet.evaluator.reporting.runs import Row, read_runs, render_runs, runs_csv
+from prelunet.evaluator.reporting.runs import Row, group_of, read_runs, render_runs, runs_csv
 from tests.helpers.run_folders import evaluated, refused, write_run
 from tests.reporting.pages import HOSTILE, Elements, check_self_contained
 
@@ -83,6 +83,14 @@ def test_a_row_says_which_model_on_which_images_and_what_computed_it(tmp_path: P
     assert (row["selection"], row["restriction"]) == ("first 20", "among 6 classes of imagenet-x")
     assert (row["protocol"], row["views"]) == ("multi-scale", "scales 256,384 mirrored")
     assert (row["provider"], row["precision"], row["versions"]) == ("CUDA", "fp16", "onnxruntime 1.2, gpu H")
+
+
+def test_runs_among_other_classes_are_not_ranked_together(tmp_path: Path) -> None:
+    for name, classes in (("one", [0, 1, 2, 3, 4]), ("other", [0, 1, 2, 3, 5]), ("same", [0, 1, 2, 3, 4])):
+        change(write_run(tmp_path / name, lines_with(2)), dataset={"restriction": {"name": "list", "classes": classes}})
+    groups = {row["run"]: group_of(row) for row in read_runs(tmp_path).values()}
+    assert groups["one"] == groups["same"] != groups["other"]
+    assert all("among 5 classes, sha256 " in " ".join(group) for group in groups.values())
 
 
 def test_the_speed_is_that_of_all_chunks_and_the_date_that_of_the_last_event(tmp_path: Path) -> None:
