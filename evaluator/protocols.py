@@ -205,6 +205,17 @@ def build_protocol(
     return protocol
 
 
+def title_of(protocol: EvaluationProtocol) -> str:
+    """Return the protocol's name and what differs from the protocol of that name."""
+    changes = {
+        "mirrored" if protocol.mirror else "not mirrored": protocol.mirror != (protocol.kind != "center"),
+        f"equal weight to each {protocol.weights}": (protocol.weights == "view") != (protocol.kind == "spp-18"),
+        "logits averaged": protocol.averaging == "logit",
+        "EXIF orientation applied": protocol.apply_exif,
+    }
+    return ", ".join([protocol.name, *(words for words, changed in changes.items() if changed)])
+
+
 def _kind_and_scales(name: str, contract: ModelContract) -> tuple[ProtocolKind, tuple[int, ...]]:
     """Return the kind and the scales that a protocol's name stands for."""
     if match := _NAME_WITH_SCALES.fullmatch(name):

@@ -106,18 +106,20 @@ _MESSAGE_OVERHEAD = 4096  # bytes of a message for the file's name, its class an
 
 def classify_request(image: ImageInput, **options: Unpack[ClassifyOptions]) -> pb.ClassifyRequest:
     """Return the request for one image, which is read; this may take long. Raises UsageError and ImageError."""
+    with _invalid_options(options, ClassifyOptions):
+        top_k = options.get("top_k")
+        if isinstance(top_k, int) and not 1 <= top_k < 2**31:
+            raise UsageError(f"top_k is {top_k}, but it must be between 1 and the model's number of classes")
+        _check_scales(options.get("scales"))
+        request = pb.ClassifyRequest(**options)
     data = encoded_image(image)
     if len(data) > MAX_MESSAGE_BYTES - _MESSAGE_OVERHEAD:  # gRPC would repeat what few servers accept
         raise ImageError(
             f"{len(data)} bytes do not fit into a message of this client, at most {MAX_MESSAGE_BYTES} bytes. "
             "Send a smaller image, or use HTTP"
         )
-    with _invalid_options(options, ClassifyOptions):
-        top_k = options.get("top_k")
-        if isinstance(top_k, int) and not 1 <= top_k < 2**31:
-            raise UsageError(f"top_k is {top_k}, but it must be between 1 and the model's number of classes")
-        _check_scales(options.get("scales"))
-        return pb.ClassifyRequest(image=data, **options)
+    request.image = data
+    return request
 
 
 def evaluate_start(dataset: "Dataset", **options: Unpack[EvaluateOptions]) -> pb.EvaluateRequest:

@@ -52,7 +52,7 @@ def parse_class_selection(text: str, classes: Sequence[ClassEntry], option: str 
             for number, line in enumerate(lines, 1)
             if (word := line.strip())
         }
-    elif (path.suffix or len(path.parts) > 1) and separator == "," not in text:
+    elif (path.suffix or len(path.parts) > 1) and separator == "," and "," not in text:
         raise UsageError(f"{option} {text}: no such file, and not a class. Use wnids separated by commas, or a file")
     else:
         words = {word.strip(): option for word in text.split(separator) if word.strip()}
@@ -155,7 +155,7 @@ def restrict(part: Dataset, whole: Dataset, chosen: str | None, classes: Sequenc
         raise DatasetError(
             f"{part.location}: {len(outside):,} of {len(part.samples):,} images are of classes outside {_OPTION} "
             f"{chosen:.80}: {format_names([part.classes[label] for label in others])}. Use {_OPTION} {_OF_DATASET}"
-            f"{'' if part.spec and part.spec.classes else ', or leave these images out with --only-classes'}"
+            f"{'' if part.spec and part.spec.classes else ', or leave these images out'}"
         )
     name = chosen if chosen in {*PUBLISHED, _OF_DATASET} else "list"
     return replace(part, restriction={"name": name, "classes": indices})

@@ -178,8 +178,8 @@ class Net:
         if heatmaps < 0:
             raise UsageError(f"heatmaps={heatmaps}: give a number of mistakes, at least 0")
         evaluation_protocol = self._protocol(protocol, apply_exif=apply_exif)
-        selected = () if classes is None else parse_class_selection(_lines(classes), self.classes)
-        among = None if restrict_classes is None else _lines(restrict_classes)
+        selected = () if classes is None else parse_class_selection(_joined(classes), self.classes)
+        among = None if restrict_classes is None else _joined(restrict_classes)
         listed = None if labels is None else Path(labels)
         spec = DatasetSpec(Path(data), listed, limit=limit, classes=selected, restrict_classes=among)
         overrides = ProtocolOverrides(apply_exif=True) if apply_exif else ProtocolOverrides()
@@ -241,8 +241,12 @@ class Net:
         return decoded
 
 
-def _lines(words: str | Sequence[str | int]) -> str:
-    return words if isinstance(words, str) else "\n".join(map(str, words))
+def _joined(words: str | Sequence[str | int]) -> str:
+    """Return class words as the command line takes them; names with commas one a line."""
+    if isinstance(words, str):
+        return words
+    texts = list(map(str, words))
+    return ("\n" if any("," in text for text in texts) else ",").join(texts)
 
 
 @dataclass(frozen=True, repr=False)

@@ -128,8 +128,8 @@ def check_comparable(a: Run, b: Run) -> None:
             f"{a.where} and {b.where} have different images or labels and cannot be compared: "
             f"{_dataset(a)} and {_dataset(b)}. Validate both models on the same dataset"
         )
-    if a.info.candidates != b.info.candidates:
-        one, other = (set(run.info.candidates or range(len(wnids_a))) for run in (a, b))
+    one, other = (set(run.info.candidates or range(len(wnids_a))) for run in (a, b))
+    if one != other:
         raise RunFolderError(
             f"{a.where} and {b.where} predict among different classes ({len(one):,} and {len(other):,}; "
             f"{wnids_a[min(one ^ other)]} in one run only). {RESTRICTION_FIX}"

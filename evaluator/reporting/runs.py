@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from ..datasets.dataset import UNLABELLED
 from ..errors import RunFolderError
 from ..files import OpenFile, open_regular, walk_without_links
+from ..protocols import title_of
 from ..validation.run import PREDICTIONS_FILE, RUN_FILE, RunInfo, read_lines, read_run_info
 from ..validation.run_log import LOG_FILE, speed_and_date
 from .html import render_html
@@ -96,7 +97,7 @@ def described(info: RunInfo) -> Row:
         **{"dataset": dataset["name"], "fingerprint": dataset["fingerprint"], "selection": dataset["selection"]},
         "restriction": restriction,
         "images": info.images,
-        **{"protocol": info.protocol.name, "views": describe_protocol(info.protocol.to_json())},
+        **{"protocol": title_of(info.protocol), "views": describe_protocol(info.protocol.to_json())},
         **{"provider": short_provider(circumstances), "precision": circumstances["precision"]},
         "versions": ", ".join(f"{name} {version}" for name, version in circumstances["versions"].items()),
     }

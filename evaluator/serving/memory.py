@@ -26,7 +26,7 @@ from ..imaging.decode_memory import decode_capacity
 from ..imaging.header import EASY_DECODE_BYTES
 from ..machine import format_bytes, machine_memory
 from ..protocols import build_protocol, default_protocol_name
-from .decoding import PROCESS_BYTES, SMALL_BYTES
+from .decoding import PROCESS_BYTES, SMALL_BYTES, VIEWS_OF_AN_IMAGE
 from .models import serving_rules
 from .options import ServeOptions
 from .scheduling.admission import with_reserve
@@ -70,18 +70,15 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions, queues: i
     if limit is None or need.total <= limit:
         return need
     enough = sufficient_limit(lambda memory: _estimate(sessions, options, queues, memory).total, limit)
-    need, given = _estimate(sessions, options, queues, enough), limit
+    need, given, each = _estimate(sessions, options, queues, enough), limit, ""
     if options.processes > 1:
         given, enough = (PARENT_BYTES + options.processes * part for part in (limit, enough))
+        each = f" in each of {options.processes} processes"
     raise UsageError(
-        f"--memory-limit {format_bytes(given)}: serving needs at least {need}{_each(options)}. "
+        f"--memory-limit {format_bytes(given)}: serving needs at least {need}{each}. "
         f"Give {format_bytes(enough)}, or a smaller --queue-bytes, --arriving-bytes, --max-calls or --max-image-bytes"
         f"{', or fewer models' * (len(sessions) > 1)}"
     )
-
-
-def _each(options: ServeOptions) -> str:
-    return f" in each of {options.processes} processes" if options.processes > 1 else ""
 
 
 def require_room_to_load(file: Path, sessions: Sequence[Session], options: ServeOptions, queues: int) -> None:
@@ -94,14 +91,14 @@ def require_room_to_load(file: Path, sessions: Sequence[Session], options: Serve
         return  # as at the start of a server, where `require_loadable` applies
     limit = options.placement.memory
     need = _estimate(sessions, options, queues, limit)
-    used, available, source = need.total, limit, "--memory-limit is"
+    used, available, source = need.total, limit, "--memory-limit leaves this process"
     if available is None:
         used, available, source = need.parts["models"], machine_memory(), "this machine has"
     loading = loading_bytes(file.stat().st_size, read_precision(file) or "fp32", sessions[0].placement.device)
     if used + loading > available:
         raise UsageError(
             f"loading it takes up to {format_bytes(loading)} beside the {format_bytes(used)} of the models in memory, "
-            f"but {source} {format_bytes(available)}{_each(options)}. Unload a model, or give the server more memory"
+            f"but {source} {format_bytes(available)}. Unload a model, or give the server more memory"
         )
 
 
@@ -114,9 +111,10 @@ def _estimate(sessions: Sequence[Session], options: ServeOptions, queues: int, m
     threads = queue.decode_threads if gpu else worker_threads()
     models = max(base_bytes(session.placement.device) for session in sessions) + sum(kept for _, kept in weights)
     # `BatchRules` limit batches; `ready_bytes`, and one image of each decoder, the views that wait for them.
-    batches = queue.ready_bytes + (2 * threads + 1) * max(map(image_bytes, protocols))
-    for session, protocol, has in zip(sessions, protocols, lanes, strict=True):
-        view = 0 if session.contract.fixed_size else queue.max_view_pixels or largest_own_view(session.contract)
+    views = [0 if s.contract.fixed_size else queue.max_view_pixels or largest_own_view(s.contract) for s in sessions]
+    image = max(*map(image_bytes, protocols), 3 * VIEWS_OF_AN_IMAGE * max(views))
+    batches = queue.ready_bytes + (2 * threads + 1) * image
+    for session, protocol, view, has in zip(sessions, protocols, views, lanes, strict=True):
         batches += largest_batch_bytes(session, protocol, serving_rules(session, memory), view=view, lanes=has)
         batches += 8 * with_reserve(queue.max_views) * len(session.contract.classes)  # scores
     # `decode_semaphore` limits the pixels in processes, but for small images. An image that exceeds it is decoded

@@ -39,11 +39,11 @@ class ComparedModel:
 
 
 def check_same_images(a: ComparedModel, b: ComparedModel) -> None:
-    """Raise DatasetError if two models see different images or labels in a dataset."""
-    if a.dataset.fingerprint != b.dataset.fingerprint:
+    """Raise DatasetError if two models see different images, labels or classes in a dataset."""
+    if (a.dataset.fingerprint, a.dataset.classes) != (b.dataset.fingerprint, b.dataset.classes):
         raise DatasetError(
-            f"{a.dataset.location}: its images or labels differ between {a.model.name} and {b.model.name}. Compare "
-            "models of the same classes, in the same order"
+            f"{a.dataset.location}: its images, labels or classes differ between {a.model.name} and {b.model.name}. "
+            "Compare models of the same classes, in the same order"
         )
 
 

@@ -435,8 +435,9 @@ def test_names_that_are_numbers_are_names(tmp_path: Path) -> None:
 def test_numbers_beside_names_are_refused_as_labels_of_another_kind(tmp_path: Path) -> None:
     data = write_folder(tmp_path / "data", {"a.png": b"a", "b.png": b"b"})
     text = refusal(data, listed(tmp_path, ["a.png tench", "b.png 2"]))
-    assert "line 2: the label 2 is a class index, but other labels are names. Use labels of one kind" in text
+    assert "line 2: 2 is a class index, but others are names or wnids. Use one kind for all" in text
     assert "the label '99' is not one of" in refusal(data, listed(tmp_path, ["a.png tench", "b.png 99"]))
+    assert "line 2: the label 'trench' is not one" in refusal(data, listed(tmp_path, ["a.png 2", "b.png trench"]))
 
 
 def test_numbers_beside_wnids_that_are_numbers_are_damaged_wnids_and_no_indices(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from prelunet.evaluator.protocols import (
     default_protocol_name,
     protocol_from_json,
     supported_protocols,
+    title_of,
 )
 from tests.conftest import ExportedNet
 
@@ -124,6 +126,21 @@ def test_overrides_replace_a_protocols_values_and_other_scales_its_name() -> Non
         View(256, False, "center"),
         View(256, True, "center"),
     )
+
+
+def test_the_title_of_a_protocol_says_what_differs_from_the_one_of_its_name() -> None:
+    contract = paper_contract()
+    for name in ("center", "ten-crop", "multi-scale", "spp-18"):
+        assert title_of(build_protocol(name, contract)) == name
+
+    def title(name: str, **changes: Any) -> str:
+        return title_of(build_protocol(name, contract, ProtocolOverrides(**changes)))
+
+    assert title("center", mirror=True) == "center, mirrored"
+    assert title("dense-300", mirror=False, averaging="logit") == "dense-300, not mirrored, logits averaged"
+    assert title("spp-18", weights="scale") == "spp-18, equal weight to each scale"
+    changed = title("multi-scale", scales=(256, 300), weights="view", apply_exif=True)
+    assert changed == "dense-256-300, equal weight to each view, EXIF orientation applied"
 
 
 def test_scales_both_in_the_name_and_separately_are_refused() -> None:

@@ -53,6 +53,14 @@ def test_runs_among_other_classes_are_refused_with_a_class_that_differs(
     assert f"predict among different classes (5 and 5; {wnid} in one run only)" in capsys.readouterr().err
 
 
+def test_a_run_among_all_classes_by_name_is_compared_with_an_ordinary_one(tmp_path: Path) -> None:
+    a, b = (write_run(tmp_path / name, [evaluated("0.jpg", 0, [0, 1, 2, 3, 4], 1)]) for name in "ab")
+    info = json.loads((b / "run.json").read_text())
+    info["dataset"]["restriction"] = {"name": "dataset", "classes": list(range(len(info["classes"])))}
+    (b / "run.json").write_text(json.dumps(info))
+    assert cli.run(["compare", str(a), str(b)]) == 0
+
+
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_fail_if_worse_exits_6_also_if_nobody_reads_the_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: list[str]

@@ -93,6 +93,19 @@ def test_runs_among_other_classes_are_not_ranked_together(tmp_path: Path) -> Non
     assert all("among 5 classes, sha256 " in " ".join(group) for group in groups.values())
 
 
+def test_runs_with_changed_protocols_are_not_ranked_together(tmp_path: Path) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "multi-scale": {},
+        "multi-scale, equal weight to each view": {"weights": "view"},
+        "multi-scale, logits averaged, EXIF orientation applied": {"averaging": "logit", "apply_exif": True},
+    }
+    for number, changed in enumerate(changes.values()):
+        change(write_run(tmp_path / str(number), lines_with(2)), protocol=changed)
+    rows = {row["run"]: row for row in read_runs(tmp_path).values()}
+    assert [rows[str(number)]["protocol"] for number in range(len(changes))] == list(changes)
+    assert len(set(map(group_of, rows.values()))) == len(changes)
+
+
 def test_the_speed_is_that_of_all_chunks_and_the_date_that_of_the_last_event(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", lines_with(2))
     assert [only_row(folder)[key] for key in ("images_per_second", "date")] == [None, None]

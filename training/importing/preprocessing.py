@@ -89,6 +89,12 @@ class Preprocessing:
             values = values / np.float32(255)
         return np.asarray((values - np.array(self.mean, np.float32)) / np.array(self.std, np.float32))
 
+    @property
+    def of_pixels(self) -> tuple[object, ...]:
+        """Return all that decides what the net sees of an image resized to a scale, alike for equal settings."""
+        numbers = [None if each is None else tuple(map(float, each)) for each in (self.mean, self.std)]
+        return (*numbers, int(self.pixel_range), self.channels, self.interpolation, self.preparation)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data for the model file."""
         return {

@@ -252,7 +252,7 @@ def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
         "precision": inspection["precision"],
         "adopted as": _data_text(adopted),
         **({} if found is None else {"found": _data_text(found)}),
-        "net": inspection["checkpoint_sha256"],
+        "net": f"{inspection['checkpoint_sha256']} (with its weights, and how it is fed)",
         "golden images": str(inspection["golden_images"]),
     }
 

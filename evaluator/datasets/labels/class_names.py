@@ -85,7 +85,8 @@ class ClassList:
             span = f"{min(index.values())} to {max(index.values())}"
             return index, f"class indices, counted from 0 (found {span})"
         kind = _IMAGENET_WNIDS if any(map(self._is_imagenet_wnid, words)) else "class names"
-        return {word: self._index_by_name(word, place) for word, place in words.items()}, kind
+        names_first = sorted(words, key=lambda word: bool(NUMBER.fullmatch(word)))  # so that a misspelt one is reported
+        return {word: self._index_by_name(word, words[word]) for word in names_first}, kind
 
     def folder_numbers(self, folders: Sequence[str], place: str) -> dict[str, int] | None:
         """Return the class index of each folder if all names are different class indices; otherwise None.
@@ -146,9 +147,7 @@ class ClassList:
         found = self.by_name.get(_normalized(word), [])
         index = NUMBER.fullmatch(word) and 0 <= int(word) < len(self.wnids)
         if not found and index and not any(map(NUMBER.fullmatch, self.wnids)):
-            raise DatasetError(
-                f"{place}: the label {word} is a class index, but other labels are names. Use labels of one kind"
-            )
+            raise DatasetError(f"{place}: {word} is a class index, but others are names or wnids. Use one kind for all")
         if not found:
             raise DatasetError(
                 f"{place}: the label {word!a:.80} is not one of the model's {len(self.wnids)} classes, which start "

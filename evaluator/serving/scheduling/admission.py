@@ -116,11 +116,10 @@ class AdmissionController:
         Raises Overloaded, with the time after which to retry, when a limit is reached. If no image is unanswered, a
         request of any size is admitted, but for several images beyond the share of a token: UsageError.
         """
-        own = self._queue.max_views * (ticket.share or 1)
-        if ticket.share is not None and ticket.images > 1 and ticket.views > own:
+        if ticket.images > 1 and ticket.share is not None and self._exceeds(ticket.share, ticket.views, ticket.size):
             raise UsageError(
-                f"{ticket.images} images have {ticket.views} views, and this token's share of the queue is {own:g}. "
-                "Send fewer images in a call"
+                f"{ticket.images} images with {ticket.views} views and {ticket.size} bytes are more than this token's "
+                f"share, {ticket.share:g} of {self._queue.max_views} and {self._queue.max_bytes}. Send fewer in a call"
             )
         ticket.size = min(ticket.size, self._queue.max_bytes)  # alone it is admitted, but leaves the reserve to others
         first_in_line = not self.waiters or not self._room_awaited()
@@ -237,8 +236,11 @@ class AdmissionController:
         used = self._identities.get(ticket.identity, _NONE)
         if (share := ticket.share) is None or used.images + ticket.images == 1:
             return False
-        views, size = used.views + ticket.views, used.bytes + ticket.size
-        return views > share * self._queue.max_views or size > share * self._queue.max_bytes
+        return self._exceeds(share, used.views + ticket.views, used.bytes + ticket.size)
+
+    def _exceeds(self, share: float, views: int, size: int) -> bool:
+        # The share is a decimal fraction: 0.29 of 100 is 29, not a little less.
+        return views > round(share * self._queue.max_views, 6) or size > round(share * self._queue.max_bytes, 6)
 
     def _enter(self, ticket: Ticket) -> None:
         if not self.used.images:

@@ -358,6 +358,9 @@ def test_nets_with_other_weights_or_fed_in_another_way_are_other_nets(tmp_path: 
     digests.append(other.contract.checkpoint_sha256)
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
+    onnx.save(onnx.load(path), path)  # in one file
+    same = adopted(tmp_path, path, Preprocessing(tuple(map(float, MEAN)), STD), center_scale=CROP + 1)[0].contract
+    assert same.checkpoint_sha256 == digests[2]
 
 
 def test_a_net_with_our_own_names_inside_and_with_a_branch_that_reads_weights_from_outside_works(

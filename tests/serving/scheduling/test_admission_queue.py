@@ -108,12 +108,14 @@ def test_an_identity_gets_no_more_than_its_share_and_one_image_alone_always_fits
 
 
 def test_several_images_beyond_the_share_of_a_token_are_refused_for_good() -> None:
-    admission, _ = build_admission(max_views=40)
+    admission, _ = build_admission(max_views=40, max_bytes=1000)
     half = call_of("half", identity="token:half", share=0.5)
     with ExitStack() as stack:
         stack.enter_context(admitted(admission, 1, 10, call_of("another")))
-        with pytest.raises(UsageError, match="7 images have 21 views, and this token's share of the queue is 20"):
+        with pytest.raises(UsageError, match=r"7 images with 21 views and 1 bytes .* share, 0\.5 of 40 and 1000\."):
             admission.admit_or_refuse(Ticket(half, 1, 21, images=7))
+        with pytest.raises(UsageError, match="7 images with 7 views and 501 bytes"):
+            admission.admit_or_refuse(Ticket(half, 501, 7, images=7))
         admission.admit_or_refuse(Ticket(half, 1, 18, images=6))
         with pytest.raises(Overloaded, match="the limit is the share of this token"):
             admission.admit_or_refuse(Ticket(half, 1, 6, images=2))
