@@ -1,5 +1,6 @@
 """Adoption as a user asks for it: the options of a foreign net, what they mean for its file, and the model file."""
 
+import hashlib
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -251,10 +252,11 @@ def ensure_model_file(
     from .foreign.adopt import adopt
     from .foreign.read_net import digest_of, read_net
 
+    weights = digest_of(read_net(net))
     classes, options = resolve_options(net, own, report, check=check)
     assert classes is not None
-    digest = digest_of(read_net(net), classes.entries, options, importlib.metadata.version("prelunet"))
-    output = folder / f"{net.stem}-{digest[:8]}.onnx"
+    stated = repr((weights, classes.entries, options, importlib.metadata.version("prelunet")))
+    output = folder / f"{net.stem}-{hashlib.sha256(stated.encode()).hexdigest()[:8]}.onnx"
     if output.exists():
         report(f"{net}: already adopted, as {output}")
         return output

@@ -321,7 +321,7 @@ def test_a_broken_version_leaves_the_old_one_and_the_reason_is_in_log_metric_and
 
 
 @pytest.mark.parametrize(
-    ("memory", "limit"), [(None, "but this machine has"), (8 * 2**30, "but --memory-limit is 8.00G")]
+    ("memory", "limit"), [(None, "but this machine has"), (8 * 2**30, "but --memory-limit leaves this process 8.00G")]
 )
 def test_a_version_that_needs_more_memory_than_there_is_is_not_loaded(
     folder: Folder, memory: int | None, limit: str
