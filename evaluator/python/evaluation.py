@@ -95,7 +95,7 @@ class Evaluation:
             context if overall else f"{errors} | {context}",
             line(f"warning: {report['suspicion']}" if report["suspicion"] else ""),
             table(_error_row(name, *of) for name, of in overall.items()),
-            line(errors.partition(" of ")[2]),
+            line(errors.partition(" of ")[2] if overall else ""),
             heading("Worst classes") if worst else "",
             table(_error_row(entry["name"], entry, "top1", 1, _taken_for(entry)) for entry in worst),
             heading("Mistakes, most confident first") if self._mistakes else "",

@@ -32,7 +32,13 @@ from ..imaging.decode import decode_image
 from ..imaging.limits import DecodeLimits
 from ..imaging.resize import panel_picture
 from ..machine import machine_memory
-from ..protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
+from ..protocols import (
+    EvaluationProtocol,
+    ProtocolOverrides,
+    build_protocol,
+    default_protocol_name,
+    protocol_from_json,
+)
 from ..terminal import escape_unprintable
 
 if TYPE_CHECKING:
@@ -294,7 +300,8 @@ class Classified:
 
         try:
             data = encoded_image(self._image)
-            image = decode_image(data, _PNG_LIMITS, apply_exif=self.answer.protocol["apply_exif"])
+            seen = protocol_from_json(self.answer.protocol)
+            image = decode_image(data, _PNG_LIMITS, apply_exif=seen.apply_exif, preparation=seen.preparation)
         except PreluNetError:
             return None
         return picture_url(image, TILE)

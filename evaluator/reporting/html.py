@@ -53,7 +53,7 @@ def _environment() -> "jinja2.Environment":
         "count": "{:,}".format,
         "signed": signed,
         "rank": _rank,
-        "threshold": _threshold,
+        "threshold": threshold_text,
         "own_wnid": _own_wnid,
     }
     environment.globals |= {
@@ -85,7 +85,7 @@ def _rank(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
 
 
-def _threshold(score: float) -> str:
+def threshold_text(score: float) -> str:
     """Return a threshold rounded down, so that it keeps every answer that the exact one keeps."""
     return f"{math.floor(1000 * score) / 1000:.3f}" if score >= 0.001 else f"{score:.1g}"
 

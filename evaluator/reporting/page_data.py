@@ -77,9 +77,9 @@ def _most_informative_first(prediction: Prediction) -> tuple[int, float, str]:
 
 
 def _class(entry: Mapping[str, Any]) -> list[Any]:
-    """Return a class's numbers in the order of report_data.js; percentages of views and scores with one decimal."""
+    """Return a class's numbers in the order of report_data.js; the confidence with one decimal."""
     errors = [number for k in TOPS for number in (entry[f"top{k}_wrong"], *(entry[f"top{k}_interval"] or (None, None)))]
-    views = [_rounded(view[f"top{k}_error"]) for k in TOPS for view in entry["views"]]
+    views = [view[f"top{k}_error"] for k in TOPS for view in entry["views"]]
     numbers = (entry["images"], entry["evaluated"], *errors, _rounded(entry["confidence"]), entry["median_rank"])
     return [entry["wnid"], entry["name"], *numbers, views]
 

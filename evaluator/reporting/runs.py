@@ -89,8 +89,9 @@ def _read_row(top: Path, below: Path, open_file: OpenFile) -> Row:
 def described(info: RunInfo) -> Row:
     """Return the columns on what was evaluated, and how."""
     model, dataset, circumstances = info.model, info.dataset, info.circumstances
-    restriction = scored_over({"dataset": dataset}) if info.candidates else None
-    if info.candidates and dataset["restriction"]["name"] == "list":  # another list may be as long
+    some = info.candidates is not None and len(info.candidates) < len(info.classes)
+    restriction = scored_over({"dataset": dataset}) if some else None
+    if some and " of " not in str(restriction):  # of no published set, so another list may be as long
         restriction = f"{restriction}, sha256 {hashlib.sha256(repr(info.candidates).encode()).hexdigest()[:8]}"
     return {
         **{"model": model["file"], "architecture": model["architecture"], "sha256": model["sha256"]},

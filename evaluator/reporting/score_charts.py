@@ -3,6 +3,7 @@
 from typing import Any
 
 from .charts import Spec, chart_spec, row_under_pointer
+from .html import threshold_text
 
 RIGHT, WRONG = "right answers", "wrong answers"
 _BIN_TOOLTIP = [
@@ -13,7 +14,7 @@ _BIN_TOOLTIP = [
 _RISK_TOOLTIP = [
     {"field": "coverage", "title": "coverage", "format": ".1f"},
     {"field": "top1_error", "title": "top-1 error", "format": ".2f"},
-    {"field": "threshold", "title": "score at least", "format": ".3f"},
+    {"field": "score", "title": "score at least"},
     {"field": "images", "title": "images"},
 ]
 _SIDE = {"domain": False, "ticks": False, "minExtent": 44, "maxExtent": 44}  # aligns the two charts
@@ -143,7 +144,7 @@ def risk_chart(report: dict[str, Any]) -> Spec | None:
     """Return the top-1 error of the kept answers against the share of images that are kept; None without images."""
     if not report["risk_coverage"]:
         return None
-    points = report["risk_coverage"]["points"]
+    points = [{**point, "score": threshold_text(point["threshold"])} for point in report["risk_coverage"]["points"]]
     x = {"field": "coverage", "type": "quantitative", "scale": {"domain": [0, 100]}, "axis": {"grid": False}}
     x["title"] = "coverage: images answered (percent)"
     y = {"type": "quantitative", "title": "top-1 error of these (percent)", "axis": {**_SIDE, "tickCount": 5}}

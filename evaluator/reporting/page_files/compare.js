@@ -38,4 +38,5 @@ function route() {
   if (index !== undefined) reveal(Number(index));
 }
 addEventListener("hashchange", route);
+addEventListener("click", ({ target }) => target.closest("a[href^='#']")?.hash === location.hash && route()); // no hashchange then
 route();

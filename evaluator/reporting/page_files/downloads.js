@@ -32,9 +32,9 @@ function addChartButtons(name, view) {
 /** Return a chart as an SVG file in the page's light colors on white, whatever the page shows. */
 async function chartSvg(view) {
   const rules = [...document.styleSheets].flatMap((sheet) => [...sheet.cssRules]);
-  const light = rules.find((rule) => rule.selectorText === ":root").style; // the dark one is inside a media rule
+  const light = rules.filter((rule) => rule.selectorText === ":root"); // the dark ones are inside media rules
   const svg = (await view.toSVG())
-    .replace(/var\((--[\w-]+)\)/g, (_, name) => light.getPropertyValue(name).trim())
+    .replace(/var\((--[\w-]+)\)/g, (_, name) => light.map((rule) => rule.style.getPropertyValue(name)).join("").trim())
     .replace(/<svg[^>]*>/, '$&<rect width="100%" height="100%" fill="#fff"/>');
   return new Blob([svg], { type: "image/svg+xml" });
 }

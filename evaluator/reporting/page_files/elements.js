@@ -1,10 +1,12 @@
 // Helpers that build elements. Names are untrusted: elements are created one by one, and text is only set as text.
 
-const decimal = (value, digits = 1) => (value === null ? "–" : value.toFixed(digits));
+// As Python rounds: a tie, which has a finite binary fraction, to the even digit. toFixed takes ties up.
+const rounded = (value, digits) => (value - ((value * 2 ** (digits + 1)) % 4 === 1 ? 10 ** -(digits + 2) : 0)).toFixed(digits);
+const decimal = (value, digits = 1) => (value === null ? "–" : rounded(value, digits));
 const integer = (value) => value.toLocaleString("en");
 const rankText = (rank) => (rank === null ? "–" : Number.isInteger(rank) ? integer(rank) : rank.toFixed(1));
 const signed = (value, digits = 1) => {
-  const text = Math.abs(value).toFixed(digits);
+  const text = rounded(Math.abs(value), digits);
   return Number(text) === 0 ? text : `${value < 0 ? "−" : "+"}${text}`;
 };
 

@@ -355,10 +355,14 @@ function classButton(found) {
 /** Say what the model saw of the picture. */
 function seenText({ maps: [{ image_height: height, image_width: width }], protocol, views, capped }) {
   const windows = views.reduce((sum, view) => sum + view.windows.rows * view.windows.columns, 0);
-  const part = { dense: "the whole image", "spp-18": "nine windows of the image", center: "its central crop", "ten-crop": "its corners and center" }[protocol.kind];
+  const [side] = protocol.scales;
+  const squared = { squash: "squashed", pad: "padded" }[protocol.preparation?.resize];
+  const kind = squared && protocol.crop === side ? "dense" : protocol.kind;
+  const part = { dense: "the whole image", "spp-18": "nine windows of the image", center: "its central crop", "ten-crop": "its corners and center" }[kind];
+  const size = squared ? `${squared} to ${side}x${side} px` : `shorter side ${protocol.scales.join(", ")} px`;
   return [
     `${width}x${height} px, EXIF orientation ${protocol.apply_exif ? "applied" : "ignored"}.`,
-    `The model saw ${part}: ${views.length === 1 ? "1 view" : `${views.length} views`}, shorter side ${protocol.scales.join(", ")} px${protocol.mirror ? ", also mirrored" : ""}; ${integer(windows)} ${windows === 1 ? "window" : "windows"}.`,
+    `The model saw ${part}: ${views.length === 1 ? "1 view" : `${views.length} views`}, ${size}${protocol.mirror ? ", also mirrored" : ""}; ${integer(windows)} ${windows === 1 ? "window" : "windows"}.`,
     capped ? `The image was cropped to its center, because its long side is more than ${protocol.long_side_cap} times the shorter.` : "",
     protocol.crop ? "A crop has one window, so a map shows the crops, but no place in them." : "",
   ].join(" ");

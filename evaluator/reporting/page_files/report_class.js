@@ -27,7 +27,9 @@ function startClassView(order) {
   const clearAddress = () => history.pushState(null, "", location.pathname + location.search);
   dialog.addEventListener("cancel", clearAddress);
   dialog.addEventListener("click", (event) => {
-    if (event.target !== dialog && !event.target.closest(".close")) return;
+    // A click that selects text ends in the dialog; its own padding is of the dialog, too.
+    const outside = event.target === dialog && event.clientX < dialog.getBoundingClientRect().left;
+    if (!outside && !event.target.closest(".close")) return;
     clearAddress();
     dialog.close();
   });
@@ -209,7 +211,7 @@ function imageTile(entry, image) {
     make("figcaption", null, make("p.truth", null, alsoTrue(image), make("small", null, imageNote(image))),
       make("ol", null, image.top.map(([index, score]) =>
         make(image.labels.includes(index) ? "li.right" : "li", null, classLink(index),
-          make("i", { style: `--part:${(100 * Math.min(score, 1)).toFixed(1)}` }), make("span.number", null, score.toFixed(2))))),
+          make("i", { style: `--part:${(100 * Math.min(score, 1)).toFixed(1)}` }), make("span.number", null, score.toFixed(3))))),
       make("p.file", null, fileName(image.file))),
   );
   if (image.heatMaps) addHeatMaps(figure, image.heatMaps);

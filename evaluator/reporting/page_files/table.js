@@ -68,7 +68,7 @@ function startTable({ entries, columns, smallestFirst, filters }) {
     accepts = filter;
     show();
   }));
-  if (unseen) tools.append(make("label.switch", null, withUnseen, `Show ${integer(unseen)} ${unseen === 1 ? "class" : "classes"} without images`));
+  if (unseen) tools.append(make("label.switch", null, withUnseen, `Show ${integer(unseen)} ${unseen === 1 ? "class" : "classes"} without evaluated images`));
   for (const field of [search, withUnseen]) field.addEventListener("input", show);
   more.addEventListener("click", () => {
     expanded = true;

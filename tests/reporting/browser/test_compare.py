@@ -174,7 +174,7 @@ def test_the_first_order_is_by_what_got_worse_most_and_25_rows_are_shown(
     assert page.locator("table.all tbody tr:visible").count() == 25
     page.get_by_role("button", name="Show all 999 classes").click()
     assert page.locator("table.all tbody tr:visible").count() == 999
-    page.get_by_role("checkbox", name="Show 1 class without images").check()
+    page.get_by_role("checkbox", name="Show 1 class without evaluated images").check()
     assert names_of(page)[999:] == ["class 8"]
 
 

@@ -88,7 +88,7 @@ def test_classes_without_images_are_hidden_until_the_switch_shows_them_or_a_sear
     few: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
     page = visit(few).page
-    switch = page.get_by_role("checkbox", name="Show 4 classes without images")
+    switch = page.get_by_role("checkbox", name="Show 4 classes without evaluated images")
     assert sorted(names_of(page)) == ["bottle", "crane", "tench"]
     page.get_by_role("searchbox").fill("never")
     assert names_of(page) == ["never seen"]
