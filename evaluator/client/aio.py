@@ -204,6 +204,10 @@ class AsyncClient:
             if failed.code() in UNANSWERED:
                 return False
             raise call.error(failed) from failed
+        except asyncio.CancelledError:
+            if self._ended_by_close():
+                raise call.interrupted() from None
+            raise
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     def _call(self, timeout: Timeout, request_id: str | None) -> Call:
@@ -229,6 +233,8 @@ class AsyncClient:
             if failed is not None and is_misconfigured(failed):
                 self._settings.probed = False
                 raise call.error(failed) from failed
+            if self._settings.closed:
+                raise call.interrupted()
 
     async def _no_connection(self, timeout: float | None) -> grpc.RpcError | None:
         """Return why there is no connection to a server that accepts calls, None if there is or if it is not known."""
@@ -236,7 +242,15 @@ class AsyncClient:
             await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as failed:
             return failed if failed.code() == grpc.StatusCode.UNAVAILABLE else None
+        except asyncio.CancelledError:
+            if not self._ended_by_close():
+                raise
         return None
+
+    def _ended_by_close(self) -> bool:
+        """Return whether a CancelledError is of the channel's end, not of this task."""
+        task = asyncio.current_task()
+        return self._settings.closed and task is not None and not task.cancelling()
 
     @asynccontextmanager
     async def _errors(self, call: Call) -> AsyncIterator[None]:
@@ -248,8 +262,7 @@ class AsyncClient:
                 failed = await self._no_connection(PROBE_TIMEOUT) or failed
             raise call.error(failed) from failed
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._settings.closed and task is not None and not task.cancelling():  # by the channel's end
+            if self._ended_by_close():
                 raise call.interrupted() from None
             raise
 

@@ -240,6 +240,8 @@ class Client:
             if failed is not None and is_misconfigured(failed):
                 self._settings.probed = False
                 raise call.error(failed) from failed
+            if self._settings.closed:
+                raise call.interrupted()
 
     def _no_connection(self, timeout: float | None) -> grpc.RpcError | None:
         """Return why there is no connection to a server that accepts calls, None if there is or if it is not known."""

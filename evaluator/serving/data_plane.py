@@ -89,14 +89,19 @@ class DataPlane:
         return await _classify(served, served.plan(options), call, image, write=write, on_admitted=on_admitted)
 
     async def classify_all(
-        self, images: Sequence[bytes], model: str, options: RequestOptions, call: Call, timeout: float, name: str
+        self,
+        images: Sequence[bytes],
+        served: ServedModel,
+        options: RequestOptions,
+        call: Call,
+        timeout: float,
+        name: str,
     ) -> list[Answered]:
         """Classify the images of a request, which are admitted or refused together; the first failure ends the others.
 
         timeout: in seconds, beside the call's deadline; name: of the list of images, for the error of one.
         Raises the same errors.
         """
-        served = self.models.get(model)
         plan, deadline = served.plan(options), min(call.deadline, time.monotonic() + timeout)
         views = len(images) * plan.views
         call.record_views(served.name, views)

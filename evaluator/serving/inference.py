@@ -361,12 +361,12 @@ class Inference:
 
         Raises UsageError for an invalid request, and the errors of `DataPlane.classify_all`.
         """
-        name, id_ = _with_version(request.model, request.version), request.id
-        check = partial(check_request, request, self._model(request.model, request.version))
+        served, id_ = self._model(request.model, request.version), request.id
+        check = partial(check_request, request, served)
         del request  # free it while waiting, with the second copy of its images
         checked = await asyncio.to_thread(check) if call.message_bytes > _LARGE_MESSAGE else check()
         del check
-        answers = await self._plane.classify_all(checked.images, name, checked.options, call, checked.timeout, INPUT)
+        answers = await self._plane.classify_all(checked.images, served, checked.options, call, checked.timeout, INPUT)
         scores = [each.classified.scores for each in answers]
         answer = InferAnswer(answers[0].model, id_, scores, checked.top, checked.binary)
         many = answer.shape[0] * answer.shape[1] > _MANY_ELEMENTS

@@ -354,6 +354,8 @@ def _estimate_memory(sessions: list[Session], options: ServeOptions, processes: 
 
     processes: that each take as much.
     """
+    if not sessions:  # all are unloaded in the other processes
+        return 0
     need = serving_memory(sessions, options)
     log.info("memory: at most %s", need)
     if processes * need.total > (machine_bytes := machine_memory()):

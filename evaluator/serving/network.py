@@ -80,7 +80,7 @@ def explain_bind_error(host: str, port: int, option: str = "--port") -> str:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         return f"{host} is not an address. Give --host an address of this machine, such as 127.0.0.1"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:

@@ -49,7 +49,7 @@ class Version(NamedTuple):
 
 Signature: TypeAlias = tuple[int, int, int]  # size, time of the last change and inode of a file
 Look: TypeAlias = Mapping[Version, Signature]
-Chosen: TypeAlias = tuple[set[Version], dict[Version, tuple[Signature, PreluNetError]]]
+Chosen: TypeAlias = tuple[set[Version], dict[Version, tuple[Signature, PreluNetError]], set[Version]]
 
 
 class Repository:
@@ -92,7 +92,7 @@ class Repository:
     @property
     def chosen(self) -> Chosen:
         """Return what clients and files have decided, for another process that is to serve the same."""
-        return self._kept, self._refused
+        return self._kept, self._refused, set(self._loaded)
 
     def retry(self) -> None:
         """Let the next look try again what was refused, and load what was unloaded."""
@@ -116,8 +116,11 @@ class Repository:
         for version in self._kept & set(look):
             await self._ensure_loaded(version, look)
         if self._chosen is not None:  # the others serve, so this one has to serve the same
-            for version in self._refused.keys() - self._chosen[1].keys() if not self._stopped() else ():
-                raise self._refused[version][1]
+            for name, number in self._chosen[2] if not self._stopped() else ():
+                if not any(own.name == name and own.number >= number for own in self._loaded):
+                    raise ModelRefused(
+                        f"{name}/{number}: the other processes serve it, but its file cannot be loaded any more"
+                    )
             return
         if self._refused and not self._stopped() and (self._options.strict or not self._models.all()):
             version, (_, fault) = next(iter(self._refused.items()))

@@ -209,7 +209,7 @@ class Listener:
         self._aborted = False
         try:
             self._sockets = bind(host, port, shared=shared)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             reason = explain_bind_error(host, port, option)
             raise EnvironmentFault(f"cannot listen on {host_port(host, port)} ({option}): {reason}") from error
         self.address = host_port(host, self._sockets[0].getsockname()[1])

@@ -23,7 +23,7 @@ from typing import IO, Any
 from prometheus_client import Metric
 
 from ...engine.load import MAX_LANES_BYTES, choose_cpu_device
-from ...errors import EnvironmentFault, NotReady, PreluNetError, UsageError
+from ...errors import EnvironmentFault, ModelRefused, NotReady, PreluNetError, UsageError
 from ...machine import cores
 from ..http.listener import bind
 from ..lifecycle import SHUTDOWN_SIGNALS, ServeResult
@@ -85,6 +85,7 @@ class Parent:
         self._links: dict[int, Link] = {}
         self._ended: dict[int, ServeResult | PreluNetError] = {}
         self._changing = asyncio.Lock()
+        self._again = set[int]()  # processes that were starting at a SIGHUP
         self._first_ready, self._stopping = asyncio.Event(), asyncio.Event()
         self._report: Callable[[str], None] = lambda _line: None
         self._shared = file_in_memory(count)  # the notes of `SharedCores`
@@ -112,12 +113,14 @@ class Parent:
         return ServeResult(sum(each.unfinished for each in results), lost)
 
     def _pass_on(self, number: signal.Signals) -> None:
-        # With a folder of models SIGHUP means to look there again, which one that still starts does anyway.
+        # With a folder of models SIGHUP means to look there again: one that still starts does so when it is ready.
         again = number == signal.SIGHUP and self._options.models_folder is not None
         if not again:
             self._stopping.set()
             self._first_ready.set()
         for name, process in self._processes.items():
+            if again and name not in self._ready:
+                self._again.add(name)
             if not again or name in self._ready:
                 with suppress(ProcessLookupError):
                     process.send_signal(signal.SIGHUP if again else signal.SIGTERM)
@@ -163,6 +166,7 @@ class Parent:
                 process_group=0,  # else Ctrl-C would interrupt its imports, with a traceback
             )  # fmt: skip
         self._processes[number] = process
+        self._again.discard(number)
         if self._stopping.is_set():
             process.terminate()
         handlers: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
@@ -184,13 +188,16 @@ class Parent:
     async def _setup(self, number: int) -> Setup:
         chosen = None
         async with self._changing:
-            for link in list(self._ready.values())[:1]:
+            for link in list(self._ready.values()):
                 with suppress(ConnectionError):
                     chosen = await link.call("chosen")
+                    break
         return Setup(self._options, *self._log, number, first=not self._ready, chosen=chosen)
 
     async def _on_ready(self, number: int, start_line: str) -> None:
         self._ready[number] = self._links[number]
+        if number in self._again:
+            self._processes[number].send_signal(signal.SIGHUP)
         self._first_ready.set()
         if len(self._ready) == self._count:
             self._report(start_line)
@@ -202,22 +209,28 @@ class Parent:
     async def _change(self, number: int, change: str, model: str) -> None:
         """Load or unload a model in the process that was asked, which checks it, and then in the others.
 
-        One that fails where that did not is replaced: it would answer otherwise. Raises NotReady while one starts: it
-        could miss the change.
+        One that fails where that did not is replaced: it would answer otherwise. If that refuses the file, the others
+        are asked, too: an older version may be served now. Raises NotReady while one starts: it could miss the change.
         """
         async with self._changing:
             if len(self._ready) < self._count:
                 raise NotReady("a process of this server is starting; try again in a few seconds", 2.0)
-            await self._ready[number].call("change", change, model)
+            refused = None
+            try:
+                await self._ready[number].call("change", change, model)
+            except ModelRefused as error:
+                refused = error
             others = {other: link for other, link in self._ready.items() if other != number}
             calls = [link.call("change", change, model) for link in others.values()]
             for other, outcome in zip(others, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-                if isinstance(outcome, Exception):
+                if isinstance(outcome, Exception) and (refused is None or not isinstance(outcome, ModelRefused)):
                     log.error(
                         "process %d is replaced, because it could not %s model %s: %s", other, change, model, outcome
                     )
                     with suppress(ProcessLookupError):
                         self._processes[other].terminate()
+            if refused is not None:
+                raise refused
 
     async def _metrics(self, number: int) -> Mapping[int, list[Metric]]:
         """Return the metrics of the other processes that answer in time."""
@@ -262,7 +275,7 @@ def held_ports(options: ServeOptions) -> Iterator[ServeOptions]:
             for each in shared:  # with it, another server could bind the port while nobody listens
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             held.extend(shared)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             reason = explain_bind_error(options.host, port, option)
             raise EnvironmentFault(f"cannot listen on {host_port(options.host, port)} ({option}): {reason}") from error
         return port

@@ -135,6 +135,53 @@ def test_a_model_is_loaded_and_unloaded_in_all_processes_also_in_one_that_starts
         assert server.statuses("changes") == {"OK": CONNECTIONS}
 
 
+def test_a_process_that_starts_while_all_models_are_unloaded_serves_them_once_they_are_loaded(server: Running) -> None:
+    def change(model: str, *, load: bool) -> None:
+        with new_connection(server.address) as channel:
+            stub = oip_grpc.GRPCInferenceServiceStub(channel)
+            if load:
+                stub.RepositoryModelLoad(oip.RepositoryModelLoadRequest(model_name=model), timeout=60)
+            else:
+                stub.RepositoryModelUnload(oip.RepositoryModelUnloadRequest(model_name=model), timeout=60)
+
+    for model in ("changes", "stays"):
+        change(model, load=False)
+    server.kill_one()
+    for model in ("changes", "stays"):
+        change(model, load=True)
+        assert server.statuses(model) == {"OK": CONNECTIONS}
+
+
+def test_after_a_load_that_fails_all_processes_serve_the_same_version(server: Running, folder: Path) -> None:
+    with new_connection(server.address) as channel:
+        stub = oip_grpc.GRPCInferenceServiceStub(channel)
+        stub.RepositoryModelUnload(oip.RepositoryModelUnloadRequest(model_name="changes"), timeout=60)
+        bad = folder / "changes" / "2" / "model.onnx"
+        bad.parent.mkdir()
+        bad.write_bytes(b"no model")
+        try:
+            with pytest.raises(grpc.RpcError, match="changes/2"):
+                stub.RepositoryModelLoad(oip.RepositoryModelLoadRequest(model_name="changes"), timeout=60)
+            assert server.statuses("changes") == {"OK": CONNECTIONS}
+        finally:
+            shutil.rmtree(bad.parent)
+
+
+def test_a_process_that_cannot_load_what_the_others_serve_takes_no_calls(server: Running, folder: Path) -> None:
+    file = folder / "changes" / "1" / "model.onnx"
+    kept = file.read_bytes()
+    before = server.workers()
+    file.unlink()
+    try:
+        os.kill(min(before), signal.SIGKILL)
+        eventually(lambda: len(server.workers() - before) == 1)
+        assert server.statuses("changes") == {"OK": CONNECTIONS}
+    finally:
+        file.write_bytes(kept)
+    eventually(lambda: len(server.samples("prelunet_ready")) == 2)
+    assert server.statuses("changes") == {"OK": CONNECTIONS}
+
+
 def test_models_change_only_while_all_processes_serve(server: Running) -> None:
     def load() -> str:
         with new_connection(server.address) as channel:
