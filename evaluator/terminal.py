@@ -4,7 +4,7 @@ import re
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Protocol
 
@@ -29,8 +29,9 @@ def echo(text: str, *, err: bool = False, end: str = "\n") -> None:
 
 
 def report(text: str) -> None:
-    """Print a message to stderr, so that stdout holds only the result."""
-    echo(text, err=True)
+    """Print a message to stderr, so that stdout holds only the result. Work goes on if nobody can read it."""
+    with suppress(OSError):
+        echo(text, err=True)
 
 
 def table_lines(rows: Sequence[Sequence[str]], right_aligned: Collection[str]) -> list[str]:
@@ -88,8 +89,7 @@ def progress(what: str, total: int, unit: str, *, done: int = 0) -> Iterator[Adv
         bar.update(task.id, rate=rate)
         if not on_terminal and (bar.get_time() - last >= LINE_INTERVAL or task.finished):
             last = bar.get_time()
-            sys.stderr.write(f"{task.description}: {task.completed:g}/{total} {unit} {rate}".rstrip() + "\n")
-            sys.stderr.flush()
+            report(f"{task.description}: {task.completed:g}/{total} {unit} {rate}".rstrip())
 
     with bar if on_terminal else nullcontext():
         yield advance

@@ -88,6 +88,7 @@ def open_dataset(
     """
     if labels is not None and no_labels:
         raise UsageError("--labels and --no-labels cannot be combined. Remove one of them")
+    path = path.resolve() if path.name in {"", ".."} else path  # a name for labels, reports and clients
     source = _open_source(path)
     classes = None if wnids is None else ClassList(tuple(wnids), tuple(names))
     if classes is None:

@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -79,7 +80,7 @@ def _read_row(top: Path, below: Path, open_file: OpenFile) -> Row:
         row |= described(info)
         with suppress(OSError), open_file(folder / LOG_FILE) as log:
             row["images_per_second"], date = speed_and_date(log)
-            row["date"] = date and date.isoformat(timespec="seconds")
+            row["date"] = date and date.astimezone(UTC).isoformat(timespec="seconds")
         return row | _result(info, folder, open_file)
     except (RunFolderError, OSError) as error:
         problem = str(error).replace(f"{top}{os.sep}", "")  # a server does not tell where its folder is

@@ -88,6 +88,12 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     )
 
 
+def name_of(data: Path) -> str:
+    """Return the name of a dataset for folders: of a file without its suffix."""
+    path = data.resolve()
+    return path.name if path.is_dir() else path.stem
+
+
 def default_run_folder(
     model: Path, data: DatasetSpec, protocol: EvaluationProtocol, overrides: ProtocolOverrides
 ) -> Path:
@@ -98,7 +104,7 @@ def default_run_folder(
         chosen = *chosen, data.listed_only, overrides
     if any(chosen):
         part += f"-{hashlib.sha256(repr(chosen).encode()).hexdigest()[:8]}"
-    return Path("runs", f"{model.stem}-{data.path.resolve().stem}-{protocol.name}{part}")
+    return Path("runs", f"{model.stem}-{name_of(data.path)}-{protocol.name}{part}")
 
 
 def require_outside_images(folder: Path, dataset: Dataset, option: str = "--run") -> None:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from ..datasets import DatasetSpec
 from ..engine.session import Session
-from ..errors import UsageError
+from ..errors import RunFolderError, UsageError
 from ..files import open_atomically, require_writable
 from ..protocols import EvaluationProtocol
 from .evaluate_model import evaluate_model
@@ -40,7 +40,13 @@ def write_classes(
         raise UsageError(f"--top {count}: a file of all images has up to {most} classes for each")
     first, *_ = [require_writable(output) for output in outputs.values()]
     folder = first.with_name(f"{first.name}.unfinished")
-    run = evaluate_model([session], model, DatasetSpec(images, no_labels=True), protocol, folder, report=report)
+    try:
+        run = evaluate_model([session], model, DatasetSpec(images, no_labels=True), protocol, folder, report=report)
+    except RunFolderError as error:
+        raise RunFolderError(
+            f"{folder}: from an interrupted command with another model, protocol or images, or still being written. "
+            "Delete it, or name another file"
+        ) from error
     for kind, output in outputs.items():
         with open_atomically(output) as file:
             text = io.TextIOWrapper(file, "utf-8", errors="backslashreplace", newline="")

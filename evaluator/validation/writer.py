@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..datasets.dataset import Sample
-from ..errors import EnvironmentFault, RunFolderError
+from ..errors import EnvironmentFault, RunFolderError, from_os_error
 from ..files import (
     create_folder,
     leftovers,
@@ -103,8 +103,8 @@ class RunWriter:
                 os.fsync(file.fileno())
         except OSError as error:
             raise EnvironmentFault(
-                f"{file.name!s}: cannot be written ({error.strerror}). {self.done} of {self._info.images} "
-                "images are done and saved. Free some disk space, then run the same command to resume"
+                f"{from_os_error(OSError(error.errno, error.strerror, str(file.name)))}. {self.done} of "
+                f"{self._info.images} images are done and saved; the same command resumes"
             ) from error
 
 
@@ -121,9 +121,10 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
     create_folder(folder, "--run")
     with locked_folder(folder, "--run"):
         remove_leftovers(folder, _ATOMIC_FILES)
-        if fresh:  # the scores first: lines without scores do not count
+        if fresh:  # lines without scores do not count, and a run without lines is one that has just begun
             reports = [path for name in _REPORTS for path in folder.glob(name)]
-            for path in (folder / LOG_FILE, *reports, folder / HEAT_MAPS_FILE, folder / SCORES_FILE):
+            files = [folder / name for name in (HEAT_MAPS_FILE, SCORES_FILE, PREDICTIONS_FILE)]
+            for path in (folder / LOG_FILE, *reports, *files):
                 path.unlink(missing_ok=True)
         if not fresh and (folder / RUN_FILE).exists():
             there = read_run_info(folder)
@@ -134,8 +135,6 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
                 )
         else:
             write_atomically(folder / RUN_FILE, (json.dumps(info.to_json(), indent=1) + "\n").encode())
-        if fresh:  # the lines last: if killed before this, the folder is still a run
-            (folder / PREDICTIONS_FILE).unlink(missing_ok=True)
         writer = RunWriter(folder, info, _truncate_to_chunk(folder, info, samples))
         try:
             yield writer

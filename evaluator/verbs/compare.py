@@ -29,7 +29,7 @@ from ..reporting.compare_page import run_titles, write_comparison
 from ..reporting.deciding import Decision, check_decision, compare_until_decided
 from ..reporting.html import json_bytes
 from ..terminal import echo, report
-from ..validation.evaluate_model import require_outside_images
+from ..validation.evaluate_model import name_of, require_outside_images
 from ..validation.portions import ComparedModel
 from ..validation.run import RUN_FILE
 from .options import Only, ProtocolOption, derive_options
@@ -180,7 +180,7 @@ def _decide(
     one, other = (evaluated.model(name, model, data) for name, model in (("a", a), ("b", b)))
     for remark in one.dataset.remarks:
         report(remark)
-    folder = out or Path("runs", f"{b.stem}-against-{a.stem}-{data.resolve().stem}")
+    folder = out or Path("runs", f"{b.stem}-against-{a.stem}-{name_of(data)}")
     require_outside_images(folder, one.dataset, "--out")
     return compare_until_decided(
         one, other, folder=folder, margin=margin, limit=limit, metric=metric, seed=seed, report=report

@@ -15,7 +15,7 @@ from ..reporting.html import json_bytes
 from ..reporting.runs import Row, cells, group_of, read_runs, render_runs, runs_csv
 from ..terminal import echo, report, table_lines
 
-_HEADERS = ("model", "run", "top-1 error, %", "top-5 error, %", "images/s", "computed by", "date")
+_HEADERS = ("model", "run", "top-1 error, %", "top-5 error, %", "images/s", "computed by", "date (UTC)")
 _NUMBERS = _HEADERS[2:5]
 
 

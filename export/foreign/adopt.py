@@ -221,7 +221,7 @@ def _check_preprocessing(path: Path, interface: NetInterface, options: AdoptOpti
     if interface.takes_bytes and preprocessing.mean is not None:
         raise UsageError(
             f"{path}: input '{interface.input}' takes bytes, so the net subtracts the mean itself. "
-            "Omit --preset, --mean and --std"
+            "Omit --preset, --mean and --std, or move away the file beside the net that states them"
         )
     if not interface.takes_bytes and preprocessing.mean is None:
         raise UsageError(

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from ...evaluator.contract import ClassEntry
 from ...evaluator.datasets.labels.class_file import parse_class_list, read_class_list
-from ...evaluator.engine.runtimes.onnx_metadata import read_metadata
+from ...evaluator.engine.runtimes.onnx_metadata import is_model_file, read_metadata
 from ...evaluator.errors import UsageError, from_os_error
 from ...evaluator.files import read_regular
 from ...evaluator.json_checks import parse_json, require_int, require_object
@@ -32,6 +32,7 @@ _PROCESSORS = {
     **dict.fromkeys(("ViT", "Beit", "ConvNext", "Pvt", "Siglip"), False),
     **dict.fromkeys(("DeiT", "CLIP", "Bit", "MobileNetV1", "MobileNetV2"), True),
 }
+_BY_SHORTER_SIDE = {"ConvNext", "Siglip", "CLIP", "Bit", "MobileNetV1", "MobileNetV2"}  # what a size alone is of
 _CONVNEXT_SQUASHES = 384  # pixels, from which on this processor resizes both sides
 _CLASS_FILES = ("class_indices.json", "class_to_idx.json", "index_to_name.json", "metadata.yaml", "data.yaml")
 # ONNX's Image.NominalPixelRange → mean, std and largest value of the pixels
@@ -82,6 +83,7 @@ def find_net(path: Path) -> Path:
     if not path.is_dir():
         return path
     found = sorted([*path.glob("*.onnx"), *path.glob("onnx/*.onnx")])
+    found = [file for file in found if not is_model_file(file)] or found  # ours, adopted from the net
     chosen = [file for file in found if file.name == "model.onnx"] if len(found) > 1 else found
     if len(chosen) != 1:
         names = ", ".join(str(file.relative_to(path)) for file in found[:5])
@@ -203,14 +205,14 @@ def _of_processor(data: Mapping[str, Any]) -> dict[str, Any]:
     ) not in _RESAMPLING:  # its default depends on the processor
         raise ValueError(f"'resample' is {resample}, but only 0 to 3 (Pillow's nearest to bicubic) are supported")
     filtered = {"interpolation": _RESAMPLING[resample], "antialias": _ANTIALIASING[resample]}
-    return {**values, **filtered, "rounding": "transformers", **_geometry_of(data)}
+    return {**values, **filtered, "rounding": "transformers", **_geometry_of(data, name)}
 
 
-def _geometry_of(data: Mapping[str, Any]) -> dict[str, Any]:
+def _geometry_of(data: Mapping[str, Any], processor: str) -> dict[str, Any]:
     """Read how an image processor resizes and crops."""
     size, crop = data["size"], data.get("crop_size") if data.get("do_center_crop", False) else None
     if isinstance(size, int):  # the form of old files
-        size = {"height": size, "width": size} if crop is None else {"shortest_edge": size}
+        size = {"shortest_edge": size} if processor in _BY_SHORTER_SIDE else {"height": size, "width": size}
     if "crop_pct" in data:  # ConvNeXt's processor
         if crop is not None:
             raise ValueError("it has both 'crop_pct' and 'crop_size'")
@@ -233,7 +235,7 @@ def _of_config(data: Mapping[str, Any]) -> dict[str, Any]:
     if "pretrained_cfg" not in data:
         return {}
     stated = require_object(data["pretrained_cfg"], "pretrained_cfg")
-    interpolation = stated.get("interpolation", "bilinear")
+    interpolation = stated.get("interpolation", "bicubic")  # as timm
     if interpolation not in _RESAMPLING.values():
         raise ValueError(f"'interpolation' is {interpolation}, but only Pillow's four filters are supported")
     _, rows, columns = stated["input_size"]
@@ -281,7 +283,7 @@ def _of_metadata(data: Mapping[str, str]) -> dict[str, Any]:
         side = _square(dict(zip(("height", "width"), ast.literal_eval(data["imgsz"]), strict=True)))
         return {
             "mean": usual.mean, "std": usual.std, "interpolation": usual.interpolation, "crop": side,
-            "center_scale": side,
+            "center_scale": side, "resize": "shorter",
         }  # fmt: skip
     values: dict[str, Any] = {}
     if (pixels := data.get("Image.BitmapPixelFormat")) is not None:

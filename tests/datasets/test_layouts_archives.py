@@ -61,8 +61,8 @@ def test_a_compressed_tar_where_nothing_may_be_written_says_how_to_read_it(
 
 
 def test_leftovers_of_a_killed_process_are_removed_when_they_are_stale(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "val.tar.gz", FOLDERS, "w:gz")
-    rests = [tmp_path / f".val.tar.gz.{digit * 12}.unpacked.tar.0123abcd.tmp" for digit in "0af"]
+    path = write_tar(tmp_path / "val [2].tar.gz", FOLDERS, "w:gz")
+    rests = [tmp_path / f".val [2].tar.gz.{digit * 12}.unpacked.tar.0123abcd.tmp" for digit in "0af"]
     foreign = tmp_path / ".train.tar.gz.000000000000.unpacked.tar.0123abcd.tmp"
     for rest in (*rests, foreign):
         rest.write_bytes(b"half")

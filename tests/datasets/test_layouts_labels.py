@@ -171,6 +171,18 @@ def test_labels_by_position_must_be_as_many_as_the_images(flat: Path, tmp_path: 
     )
 
 
+@pytest.mark.parametrize(("inside", "path"), [("", "."), ("sub", "..")])
+def test_a_dataset_given_as_the_current_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str, path: str
+) -> None:
+    data = write_folder(tmp_path / "data", {"a.png": b"1"})
+    (data / "sub").mkdir()
+    (tmp_path / "data.csv").write_text("name,label\na.png,7\n")
+    monkeypatch.chdir(data / inside)
+    dataset = opened(Path(path))
+    assert (dataset.location.name, [sample.label for sample in dataset.samples]) == ("data", [7])
+
+
 def test_a_list_without_folders_is_refused_where_two_images_share_a_name(tmp_path: Path) -> None:
     data = write_folder(tmp_path / "data", {"x/a.png": b"1", "y/a.png": b"2", "y/b.png": b"3"})
     assert "several images match the name a.png. Name them with folders" in refusal(

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from prelunet.evaluator import terminal as progress_module
-from prelunet.evaluator.terminal import progress
+from prelunet.evaluator.terminal import progress, report
 
 
 class Clock:
@@ -72,6 +72,21 @@ def test_a_path_is_shown_verbatim_and_cannot_control_the_terminal(
     assert r"check a[/nope]\x1b]0;b\x07[red]c" in stderr.getvalue()
     assert "[/]" in stderr.getvalue()
     assert "\x1b]0;" not in stderr.getvalue()
+
+
+class Closed(io.StringIO):
+    """A stderr whose reader is gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("stderr", [None, Closed()])
+def test_work_goes_on_if_nobody_can_read_its_progress(monkeypatch: pytest.MonkeyPatch, stderr: object) -> None:
+    monkeypatch.setattr("sys.stderr", stderr)
+    with progress("validate", 3, "images") as advance:
+        advance(3)
+    report("done")
 
 
 def test_plain_lines_are_printed_every_ten_seconds_and_at_the_end(

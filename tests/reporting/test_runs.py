@@ -115,7 +115,7 @@ def test_the_speed_is_that_of_all_chunks_and_the_date_that_of_the_last_event(tmp
     (folder / "log.jsonl").write_text("\n".join([*log, '{"event": "chu']))
     row = only_row(folder)
     assert row["images_per_second"] == (64 + 36) / 5
-    assert row["date"] == "2026-11-03T00:00:00+01:00"
+    assert row["date"] == "2026-11-02T23:00:00+00:00"
 
 
 def test_a_run_without_errors_to_show_says_why(tmp_path: Path) -> None:

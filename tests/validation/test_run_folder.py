@@ -5,7 +5,7 @@ import json
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,14 @@ from prelunet.evaluator.errors import EnvironmentFault, PreluNetError, RunFolder
 from prelunet.evaluator.json_checks import differences
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.validation.predictions import Prediction
-from prelunet.evaluator.validation.run import Batching, RunInfo, build_run_info, describe_dataset, read_run
+from prelunet.evaluator.validation.run import (
+    Batching,
+    RunInfo,
+    build_run_info,
+    describe_dataset,
+    read_run,
+    read_run_info,
+)
 from prelunet.evaluator.validation.writer import open_run, scores_header
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.validation.shared_data import RESULT, contents
@@ -323,10 +330,37 @@ def test_the_scores_of_a_chunk_are_on_the_disk_before_its_lines_are_written(
     assert synced == [(scores, 0), (lines, CHUNK), (scores, CHUNK), (lines, 2 * CHUNK)]
 
 
+def test_fresh_that_is_killed_at_any_point_leaves_no_lines_under_another_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(INFO, model={**INFO.model, "sha256": "d" * 64})
+    steps, unlink, replaced = iter(range(0)), Path.unlink, Path.replace
+
+    def step() -> None:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "unlink", lambda self, **options: (step(), unlink(self, **options))[1])
+    monkeypatch.setattr(Path, "replace", lambda self, target: (step(), replaced(self, target))[1])
+    for count in range(20):
+        steps = iter(range(1000))
+        if not (folder / "run.json").exists() or read_run_info(folder) != INFO:
+            write(folder, fresh=True)
+        write(folder)
+        steps = iter(range(count))
+        with suppress(KeyboardInterrupt):
+            write(folder, info=other, fresh=True, images=0)
+        if read_run_info(folder) == other:
+            assert not (folder / "predictions.jsonl").exists() or not (folder / "predictions.jsonl").read_bytes()
+
+
 def test_on_a_full_disk_the_last_complete_chunk_stays_and_the_run_resumes_there(folder: Path) -> None:
     write(folder, images=CHUNK)
     room = (folder / "predictions.jsonl").stat().st_size + 100  # part of the next chunk's first line
-    with largest_file(room), pytest.raises(EnvironmentFault, match=r"predictions\.jsonl: cannot .*4 of 10 images are"):
+    with (
+        largest_file(room),
+        pytest.raises(EnvironmentFault, match=r"predictions\.jsonl: .*ulimit -f .*\. 4 of 10 images"),
+    ):
         write(folder)
     assert (folder / "predictions.jsonl").stat().st_size == room
     assert write(folder) == CHUNK

@@ -9,7 +9,7 @@ import pytest
 
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.engine.session import Outputs
-from prelunet.evaluator.errors import Interrupted
+from prelunet.evaluator.errors import Interrupted, RunFolderError
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.validation.unlabelled import write_classes
 from tests.conftest import ExportedNet
@@ -88,6 +88,8 @@ def test_after_ctrl_c_the_same_call_computes_only_the_rest(tmp_path: Path) -> No
     with pytest.raises(Interrupted, match=r"out\.csv\.unfinished: interrupted; 64 of 150"):
         write(InterruptedSession(), "out.csv")
     assert not (tmp_path / "out.csv").exists()
+    with pytest.raises(RunFolderError, match=r"out\.csv\.unfinished: .*another model.*Delete it, or name another file"):
+        write(FakeSession(seed=5), "out.csv")
     session = FakeSession()
     assert write(session, "out.csv") == (150, 0)
     assert sum(call[0] for call in session.calls) == 150 - 64

@@ -69,8 +69,9 @@ def _train(
     """
     from ..loop.train import train as run_training
 
+    requested = requested_recipe(recipe, crop, keys, data)
     training = run_training(
-        requested_recipe(recipe, crop, keys, data),
+        requested,
         data,
         out,
         start=start,
@@ -79,7 +80,7 @@ def _train(
         report=report,
     )
     if training.is_first:
-        report(_summary(training))
+        report(_summary(training, requested.evaluation_scale))
         echo(str(training.errors))
 
 
@@ -104,8 +105,11 @@ def requested_recipe(name: str, crop: str | None, keys: Mapping[str, Any], data:
     return override_keys(recipe, keys, architecture=net, **changes)
 
 
-def _summary(training: "TrainingResult") -> str:
-    """Return a summary of the result, with the commands to export and validate the checkpoint."""
+def _summary(training: "TrainingResult", scale: int | None) -> str:
+    """Return a summary of the result, with the commands to export and validate the checkpoint.
+
+    scale: at which val/ was evaluated, if it is not that of `center`.
+    """
     checkpoint, best = training.checkpoint, training.best
     model, run = checkpoint.with_name("model.onnx"), checkpoint.with_name("multi-scale")
     export = shlex.join(["prelunet", "export", str(checkpoint), "-o", str(model)])
@@ -116,5 +120,5 @@ def _summary(training: "TrainingResult") -> str:
         "(best.safetensors; selected on val/, so its error there is optimistic). Next steps:\n"
         f"  {export}\n"
         f"  {validate}\n"
-        "errors on val/ with the protocol `center`:"
+        f"errors on val/ with the protocol `center{'' if scale is None else f'-{scale}'}`:"
     )

@@ -10,6 +10,7 @@ the archive, whatever its date.
 """
 
 import bz2
+import glob
 import gzip
 import hashlib
 import lzma
@@ -60,7 +61,7 @@ def ensure_unpacked(path: Path, method: str) -> Path:
         )
     target = unpacked_path(path)
     # Left by killed processes that were unpacking this archive or one of the same name.
-    for leftover in leftovers(target.parent, [f"{path.name}.{'?' * _DIGITS}{UNPACKED_SUFFIX}"]):
+    for leftover in leftovers(target.parent, [f"{glob.escape(path.name)}.{'?' * _DIGITS}{UNPACKED_SUFFIX}"]):
         with suppress(FileNotFoundError):  # another process removed it first
             if time.time() - leftover.lstat().st_mtime > _STALE_SECONDS:
                 leftover.unlink()

@@ -55,6 +55,18 @@ STATED: dict[str, tuple[dict[str, Any], tuple[str, int], str, list[float], list[
         {"preprocessor_config": {**DEIT, "image_processor_type": "DeiTImageProcessor"}}, ("squash", 47), "bicubic",
         [0.5] * 3, [0.5, 0.25, 0.5], 1,
     ),
+    "DeiT, old": (
+        {"preprocessor_config": {**DEIT, "size": 47, "crop_size": CROP, "image_processor_type": "DeiTImageProcessor"}},
+        ("squash", 47), "bicubic", [0.5] * 3, [0.5, 0.25, 0.5], 1,
+    ),
+    "ResNet, old": (
+        {"preprocessor_config": {**CONVNEXT, "size": CROP, "feature_extractor_type": "ConvNextFeatureExtractor"}},
+        ("shorter", 50), "bicubic", [0.5] * 3, [0.5, 0.25, 0.5], 1,
+    ),
+    "CLIP, old": (
+        {"preprocessor_config": {**CLIP, "size": 47, "crop_size": CROP, "image_processor_type": "CLIPImageProcessor"}},
+        ("shorter", 47), "bicubic", CLIP_MEAN, CLIP_STD, 1,
+    ),
     "CLIP": ({"preprocessor_config": CLIP}, ("shorter", 47), "bicubic", CLIP_MEAN, CLIP_STD, 1),
     "a whole processor": (
         {"processor_config": {"image_processor": CLIP}}, ("shorter", 47), "bicubic", CLIP_MEAN, CLIP_STD, 1
@@ -135,6 +147,13 @@ def test_an_option_that_repeats_what_the_files_say_changes_nothing(tmp_path: Pat
     assert build_protocol("center", contract).scales == (int(CROP / 0.95),)  # timm's floor
 
 
+def test_a_folder_with_what_was_adopted_from_its_net_is_adopted_again(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, config={"id2label": LABELS}, preprocessor_config=VIT)
+    (folder / "model.onnx").rename(folder / "net.onnx")
+    for _ in range(2):
+        assert run(["adopt", str(folder), "-o", str(folder / "adopted.onnx"), "--force"]) == 0
+
+
 def test_squashing_by_option_replaces_the_scale_that_the_files_say(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, config={"id2label": LABELS}, preprocessor_config=CLIP)
     assert run(["adopt", str(folder), "--resize", "squash", "-o", str(tmp_path / "adopted")]) == 0
@@ -210,8 +229,8 @@ def test_the_metadata_of_ultralytics_need_no_options(tmp_path: Path, capsys: pyt
     folder = folder_of(tmp_path, ULTRALYTICS)
     output = tmp_path / "adopted.prelunet.onnx"
     assert run(["adopt", str(folder / "model.onnx"), "-o", str(output)]) == 0
-    said = f"metadata of model.onnx: mean 0,0,0, std 1,1,1, interpolation bilinear, crop {CROP}, center_scale {CROP}, 7"
-    assert f"beside the net: {said} classes" in capsys.readouterr().out
+    said = f"metadata of model.onnx: mean 0,0,0, std 1,1,1, interpolation bilinear, crop {CROP}, center_scale {CROP}, "
+    assert f"beside the net: {said}resize shorter, 7 classes" in capsys.readouterr().out
     session = open_session(output, "cpu")
     assert [entry.name for entry in session.contract.classes] == THINGS
     plain = ReferenceNet(tmp_path / "model.onnx", mean=(0.0,) * 3, std=(1.0,) * 3)
