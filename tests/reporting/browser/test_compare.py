@@ -118,6 +118,17 @@ def test_axe_finds_nothing_to_object_to(
     assert violations(page) == []
 
 
+def test_saved_charts_show_the_classes_that_got_worse(many_compared: Path, visit: Callable[..., MonitoredPage]) -> None:
+    page = visit(many_compared, color_scheme="dark").page
+    expect(page.locator("#top1-chart svg")).to_be_visible()
+    with page.expect_download() as caught:
+        page.locator(".save button", has_text="SVG").first.click()
+    svg = Path(caught.value.path()).read_text()
+    assert "#b3541e" in svg
+    assert 'fill=""' not in svg
+    assert 'stroke=""' not in svg
+
+
 def cut_words(page: Page) -> list[str]:
     """Return the single words in cells of the runs' table that wrap."""
     broken: list[str] = page.eval_on_selector_all(
