@@ -249,6 +249,9 @@ class Client:
             self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as failed:
             return failed if failed.code() == grpc.StatusCode.UNAVAILABLE else None
+        except ValueError:  # of a closed channel
+            if not self._settings.closed:
+                raise
         return None
 
     @contextmanager

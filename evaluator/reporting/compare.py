@@ -93,7 +93,7 @@ def judgment(metric: Mapping[str, Any]) -> str:
 
 def format_p_value(p: float) -> str:
     """Format a p-value for display: `p = 0.014`, `p < 0.0001`."""
-    digits = 2 if f"{p:.2g}" != "0.05" else 3  # on which side of 0.05
+    digits = 2 if f"{p:.2g}" != "0.05" else 3  # 0.0501 is not significant
     return "p < 0.0001" if p < 1e-4 else f"p = {p:.{digits}g}"
 
 

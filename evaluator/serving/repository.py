@@ -106,7 +106,7 @@ class Repository:
         not be loaded; UsageError for a missing folder, and for an empty one if there is no other model.
         """
         self._last_look = look = await in_thread(self._look, reads="models")
-        if not look and (self._options.strict or not self._fixed or not self._folder.is_dir()):
+        if not look and self._chosen is None and (self._options.strict or not self._fixed or not self._folder.is_dir()):
             problem = "no model there" if self._folder.is_dir() else "no such folder"
             raise UsageError(
                 f"--models {self._folder}: {problem}. Create NAME/VERSION/{FILE} in it, as in flowers/1/{FILE}"
@@ -116,15 +116,19 @@ class Repository:
         for version in self._kept & set(look):
             await self._ensure_loaded(version, look)
         if self._chosen is not None:  # the others serve, so this one has to serve the same
-            for name, number in self._chosen[2] if not self._stopped() else ():
-                if not any(own.name == name and own.number >= number for own in self._loaded):
-                    raise ModelRefused(
-                        f"{name}/{number}: the other processes serve it, but its file cannot be loaded any more"
-                    )
+            for version in self._chosen[2] if not self._stopped() else ():
+                if version not in self._loaded and not self._is_superseded(version, look):
+                    fault = self._refused.get(version, (None, ModelRefused("its file was deleted")))[1]
+                    raise type(fault)(f"{version}, which the other processes serve: {fault}")
             return
         if self._refused and not self._stopped() and (self._options.strict or not self._models.all()):
             version, (_, fault) = next(iter(self._refused.items()))
             raise type(fault)(f"--models {self._folder}: {version}: {fault}")
+
+    def _is_superseded(self, version: Version, look: Look) -> bool:
+        """Return whether another version is served in the place of one: a newer one, or any if its file was deleted."""
+        own = [loaded.number for loaded in self._loaded if loaded.name == version.name]
+        return version not in self._kept and (version not in look or max(own, default=0) > version.number) and own != []
 
     async def watch(self) -> None:
         """Look at the folder at intervals. A version counts once two looks find it unchanged."""

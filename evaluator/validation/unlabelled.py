@@ -44,8 +44,7 @@ def write_classes(
         run = evaluate_model([session], model, DatasetSpec(images, no_labels=True), protocol, folder, report=report)
     except RunFolderError as error:
         raise RunFolderError(
-            f"{folder}: from an interrupted command with another model, protocol or images, or still being written. "
-            "Delete it, or name another file"
+            f"{error}. Of `classify`: delete {folder} unless another command is writing it, or name another file"
         ) from error
     for kind, output in outputs.items():
         with open_atomically(output) as file:

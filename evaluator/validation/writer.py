@@ -104,7 +104,7 @@ class RunWriter:
         except OSError as error:
             raise EnvironmentFault(
                 f"{from_os_error(OSError(error.errno, error.strerror, str(file.name)))}. {self.done} of "
-                f"{self._info.images} images are done and saved; the same command resumes"
+                f"{self._info.images} images are done and saved"
             ) from error
 
 

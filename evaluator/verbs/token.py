@@ -61,7 +61,7 @@ def token(
     if secret_file is not None:
         report(f"{secret_file}: the token, for the client")
     else:
-        report(f"The token, for the client; it is shown only now:\n{secret}")
+        echo(f"The token, for the client; it is shown only now:\n{secret}", err=True)  # must not be lost silently
 
 
 def _write(path: Path, text: str, mode: int) -> None:

@@ -83,7 +83,8 @@ def find_net(path: Path) -> Path:
     if not path.is_dir():
         return path
     found = sorted([*path.glob("*.onnx"), *path.glob("onnx/*.onnx")])
-    found = [file for file in found if not is_model_file(file)] or found  # ours, adopted from the net
+    if len(found) > 1:
+        found = [file for file in found if not is_model_file(file)] or found  # ours may be adopted from the net
     chosen = [file for file in found if file.name == "model.onnx"] if len(found) > 1 else found
     if len(chosen) != 1:
         names = ", ".join(str(file.relative_to(path)) for file in found[:5])

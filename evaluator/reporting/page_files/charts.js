@@ -15,5 +15,7 @@ function drawCharts() {
 
 function goToClass(datum) {
   const index = datum?.index ?? datum?.datum?.index; // a point, or the area around its nearest point
-  if (index !== undefined) location.hash = `class-${index}`;
+  if (index === undefined) return;
+  if (location.hash === `#class-${index}`) dispatchEvent(new HashChangeEvent("hashchange"));
+  location.hash = `class-${index}`;
 }

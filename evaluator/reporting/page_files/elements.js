@@ -1,6 +1,6 @@
 // Helpers that build elements. Names are untrusted: elements are created one by one, and text is only set as text.
 
-// As Python rounds: a tie, which has a finite binary fraction, to the even digit. toFixed takes ties up.
+// As Python rounds what is not negative: a tie, which has a finite binary fraction, to the even digit. toFixed takes ties up.
 const rounded = (value, digits) => (value - ((value * 2 ** (digits + 1)) % 4 === 1 ? 10 ** -(digits + 2) : 0)).toFixed(digits);
 const decimal = (value, digits = 1) => (value === null ? "–" : rounded(value, digits));
 const integer = (value) => value.toLocaleString("en");

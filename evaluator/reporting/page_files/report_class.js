@@ -211,7 +211,7 @@ function imageTile(entry, image) {
     make("figcaption", null, make("p.truth", null, alsoTrue(image), make("small", null, imageNote(image))),
       make("ol", null, image.top.map(([index, score]) =>
         make(image.labels.includes(index) ? "li.right" : "li", null, classLink(index),
-          make("i", { style: `--part:${(100 * Math.min(score, 1)).toFixed(1)}` }), make("span.number", null, score.toFixed(3))))),
+          make("i", { style: `--part:${(100 * Math.min(score, 1)).toFixed(1)}` }), make("span.number", null, decimal(score, 3))))),
       make("p.file", null, fileName(image.file))),
   );
   if (image.heatMaps) addHeatMaps(figure, image.heatMaps);
@@ -221,7 +221,7 @@ function imageTile(entry, image) {
 function imageRow(entry, image) {
   const answers = image.top.flatMap(([index, score], place) => [
     place ? " · " : "",
-    make(image.labels.includes(index) ? "span.answer.right" : "span.answer", null, classLink(index), ` ${score.toFixed(3)}`),
+    make(image.labels.includes(index) ? "span.answer.right" : "span.answer", null, classLink(index), ` ${decimal(score, 3)}`),
   ]);
   const confidence = 100 * Math.min(image.top[0][1], 1);
   return make(

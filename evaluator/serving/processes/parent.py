@@ -197,7 +197,8 @@ class Parent:
     async def _on_ready(self, number: int, start_line: str) -> None:
         self._ready[number] = self._links[number]
         if number in self._again:
-            self._processes[number].send_signal(signal.SIGHUP)
+            with suppress(ProcessLookupError):
+                self._processes[number].send_signal(signal.SIGHUP)
         self._first_ready.set()
         if len(self._ready) == self._count:
             self._report(start_line)
@@ -209,12 +210,12 @@ class Parent:
     async def _change(self, number: int, change: str, model: str) -> None:
         """Load or unload a model in the process that was asked, which checks it, and then in the others.
 
-        One that fails where that did not is replaced: it would answer otherwise. If that refuses the file, the others
-        are asked, too: an older version may be served now. Raises NotReady while one starts: it could miss the change.
+        One that fails is replaced, as it would answer otherwise, unless all refuse the file: an older version may be
+        served now. Raises NotReady while one starts: it could miss the change.
         """
         async with self._changing:
             if len(self._ready) < self._count:
-                raise NotReady("a process of this server is starting; try again in a few seconds", 2.0)
+                raise NotReady("a process of this server is starting, or cannot; try again in a few seconds", 2.0)
             refused = None
             try:
                 await self._ready[number].call("change", change, model)
@@ -222,8 +223,11 @@ class Parent:
                 refused = error
             others = {other: link for other, link in self._ready.items() if other != number}
             calls = [link.call("change", change, model) for link in others.values()]
-            for other, outcome in zip(others, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-                if isinstance(outcome, Exception) and (refused is None or not isinstance(outcome, ModelRefused)):
+            outcomes = dict(zip(others, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+            outcomes[number] = refused
+            changed = any(not isinstance(outcome, Exception) for outcome in outcomes.values())
+            for other, outcome in outcomes.items():
+                if isinstance(outcome, Exception) and (changed or not isinstance(outcome, ModelRefused)):
                     log.error(
                         "process %d is replaced, because it could not %s model %s: %s", other, change, model, outcome
                     )

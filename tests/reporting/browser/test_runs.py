@@ -75,7 +75,7 @@ def test_a_heading_sorts_both_ways_by_click_and_by_keyboard_and_the_dataset_rest
     for heading, key, sign in (
         ("Images/s", lambda number: SPEEDS[number], -1),
         ("Top-1 error", error, 1),
-        ("Date", lambda number: None if SPEEDS[number] is None else 20 - number, -1),
+        ("Date (UTC)", lambda number: None if SPEEDS[number] is None else 20 - number, -1),
         ("Model", lambda number: number, 1),
     ):
         button = page.get_by_role("button", name=heading)

@@ -100,6 +100,14 @@ def folder(exported, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def alone(folder: Path, tmp_path: Path) -> Iterator[tuple[Running, Path]]:
+    """Return a server of its own: after several deaths of a process the next one waits long. And its folder."""
+    path = shutil.copytree(folder, tmp_path / "models")
+    with serving("--models", str(path)) as running:
+        yield running, path
+
+
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
     with serving("--models", str(folder)) as running:
@@ -135,7 +143,11 @@ def test_a_model_is_loaded_and_unloaded_in_all_processes_also_in_one_that_starts
         assert server.statuses("changes") == {"OK": CONNECTIONS}
 
 
-def test_a_process_that_starts_while_all_models_are_unloaded_serves_them_once_they_are_loaded(server: Running) -> None:
+def test_a_process_that_starts_while_all_models_are_unloaded_serves_them_once_they_are_loaded(
+    alone: tuple[Running, Path],
+) -> None:
+    server, _ = alone
+
     def change(model: str, *, load: bool) -> None:
         with new_connection(server.address) as channel:
             stub = oip_grpc.GRPCInferenceServiceStub(channel)
@@ -167,7 +179,8 @@ def test_after_a_load_that_fails_all_processes_serve_the_same_version(server: Ru
             shutil.rmtree(bad.parent)
 
 
-def test_a_process_that_cannot_load_what_the_others_serve_takes_no_calls(server: Running, folder: Path) -> None:
+def test_a_process_that_cannot_load_what_the_others_serve_takes_no_calls(alone: tuple[Running, Path]) -> None:
+    server, folder = alone
     file = folder / "changes" / "1" / "model.onnx"
     kept = file.read_bytes()
     before = server.workers()
@@ -175,6 +188,8 @@ def test_a_process_that_cannot_load_what_the_others_serve_takes_no_calls(server:
     try:
         os.kill(min(before), signal.SIGKILL)
         eventually(lambda: len(server.workers() - before) == 1)
+        first = server.workers() - before
+        eventually(lambda: not first & server.workers())
         assert server.statuses("changes") == {"OK": CONNECTIONS}
     finally:
         file.write_bytes(kept)
