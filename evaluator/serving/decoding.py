@@ -40,7 +40,7 @@ CPU_SECONDS = 30  # per image; the largest accepted one takes about 5
 REPLY_SECONDS = 4 * CPU_SECONDS  # until a reply; a process with a quarter of a core has used up its time by then
 STALL_SECONDS = 20.0  # in which the process takes or sends no byte; its start takes about one
 PROCESS_BYTES = 50 * 2**20  # of a process with nothing to do; measured: 36 MB
-VIEWS_OF_AN_IMAGE = 3  # all its scales together, in pixels of the largest allowed view; the protocol resnet has 2.2
+TOTAL_PIXELS_FACTOR = 3  # all its scales together, in pixels of the largest allowed view; the protocol resnet has 2.2
 SMALL_BYTES = 2**24  # images that take no more, half a megapixel of any kind, do not wait for memory behind large ones
 _NICE = 10  # a CPU model and cheap images come first
 _SPARE_BYTES = 2**27  # address space beyond what an image was estimated to take
@@ -52,8 +52,8 @@ _ERRORS: dict[str, type[PreluNetError]] = {kind.__name__: kind for kind in (Imag
 class PrepareOptions(msgspec.Struct, frozen=True):
     """What to do with an image.
 
-    max_view_pixels: of a view; all scales together may have VIEWS_OF_AN_IMAGE times that; picture: whether to make one
-    for heat maps.
+    max_view_pixels: of a view; all scales together may have TOTAL_PIXELS_FACTOR times that; picture: whether to make
+    one for heat maps.
     """
 
     protocol: EvaluationProtocol
@@ -104,11 +104,11 @@ def _check_size(height: int, width: int, protocol: EvaluationProtocol, limit: in
             f"protocol {protocol.name}: a view of this image would have {rows}x{columns} pixels, more than this "
             f"server's limit of {limit}. Use a smaller scale, or the model file without a server"
         )
-    if (total := sum(rows * columns for rows, columns in sizes)) > VIEWS_OF_AN_IMAGE * limit:
+    if (total := sum(rows * columns for rows, columns in sizes)) > TOTAL_PIXELS_FACTOR * limit:
         raise UsageError(
             f"protocol {protocol.name}: all scales of this image together have {total} pixels, more than this "
-            f"server's limit of {VIEWS_OF_AN_IMAGE * limit}. Use fewer or smaller scales, or the model file without a "
-            "server"
+            f"server's limit of {TOTAL_PIXELS_FACTOR * limit}. Use fewer or smaller scales, or the model file without "
+            "a server"
         )
 
 

@@ -26,7 +26,7 @@ from ..imaging.decode_memory import decode_capacity
 from ..imaging.header import EASY_DECODE_BYTES
 from ..machine import format_bytes, machine_memory
 from ..protocols import build_protocol, default_protocol_name
-from .decoding import PROCESS_BYTES, SMALL_BYTES, VIEWS_OF_AN_IMAGE
+from .decoding import PROCESS_BYTES, SMALL_BYTES, TOTAL_PIXELS_FACTOR
 from .models import serving_rules
 from .options import ServeOptions
 from .scheduling.admission import with_reserve
@@ -112,7 +112,7 @@ def _estimate(sessions: Sequence[Session], options: ServeOptions, queues: int, m
     models = max(base_bytes(session.placement.device) for session in sessions) + sum(kept for _, kept in weights)
     # `BatchRules` limit batches; `ready_bytes`, and one image of each decoder, the views that wait for them.
     views = [0 if s.contract.fixed_size else queue.max_view_pixels or largest_own_view(s.contract) for s in sessions]
-    image = max(*map(image_bytes, protocols), 3 * VIEWS_OF_AN_IMAGE * max(views))
+    image = max(*map(image_bytes, protocols), 3 * TOTAL_PIXELS_FACTOR * max(views))
     batches = queue.ready_bytes + (2 * threads + 1) * image
     for session, protocol, view, has in zip(sessions, protocols, views, lanes, strict=True):
         batches += largest_batch_bytes(session, protocol, serving_rules(session, memory), view=view, lanes=has)

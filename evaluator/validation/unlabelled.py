@@ -44,7 +44,7 @@ def write_classes(
         run = evaluate_model([session], model, DatasetSpec(images, no_labels=True), protocol, folder, report=report)
     except RunFolderError as error:
         raise RunFolderError(
-            f"{error}. Of `classify`: delete {folder} unless another command is writing it, or name another file"
+            f"{error}. For `classify`, delete {folder} unless another command is writing it, or name another file"
         ) from error
     for kind, output in outputs.items():
         with open_atomically(output) as file:

@@ -115,7 +115,7 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
         interface = find_interface(path, net, crop=options.crop, layout=options.layout, output=options.net_output)
         options = _with_channels(path, interface, options)
         _check_preprocessing(path, interface, options)
-        digest = digest_of(net, interface.input, interface.layout, interface.output, options.preprocessing.of_pixels)
+        digest = digest_of(net, interface.input, interface.layout, interface.output, options.preprocessing.identity)
         pictures = pictures_of(interface.crop)
         load = loader(path, net)
         form = find_form(load, net)

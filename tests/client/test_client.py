@@ -310,6 +310,20 @@ def test_a_closed_client_is_refused(client_of, name: str) -> None:
             CALLS[name](client)
 
 
+@pytest.mark.parametrize("name", ["classify", "models", "ready"])
+def test_a_client_that_is_closed_before_any_server_answers_is_interrupted(client_of, name: str) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        futures.ThreadPoolExecutor(1) as pool,
+        client_of(f"127.0.0.1:{silent.getsockname()[1]}") as client,
+    ):
+        call = pool.submit(CALLS[name], client)
+        time.sleep(0.5)
+        client.close()
+        with pytest.raises(Interrupted, match="the client was closed before the answer arrived"):
+            call.result(30)
+
+
 def test_a_client_that_is_closed_between_two_attempts_is_interrupted(client_to) -> None:
     with client_to(ScriptedServicer(Overloaded("full", retry_after=0.5))) as client:
         threading.Timer(0.2, client.close).start()

@@ -347,4 +347,5 @@ def test_an_unavailable_port_is_explained() -> None:
         explain_bind_error("203.0.113.7", 50051)
         == "203.0.113.7 is not an address of this machine. Choose another --host"
     )
-    assert explain_bind_error("no such host", 50051).startswith("no such host is not an address")
+    for host in ("no such host", "127.0.0..1"):
+        assert explain_bind_error(host, 50051).startswith(f"{host} is not an address")

@@ -88,7 +88,7 @@ def test_after_ctrl_c_the_same_call_computes_only_the_rest(tmp_path: Path) -> No
     with pytest.raises(Interrupted, match=r"out\.csv\.unfinished: interrupted; 64 of 150"):
         write(InterruptedSession(), "out.csv")
     assert not (tmp_path / "out.csv").exists()
-    with pytest.raises(RunFolderError, match=r"(?s)contains another run.* Of `classify`: delete .*unfinished"):
+    with pytest.raises(RunFolderError, match=r"(?s)contains another run.* For `classify`, delete .*unfinished"):
         write(FakeSession(seed=5), "out.csv")
     session = FakeSession()
     assert write(session, "out.csv") == (150, 0)

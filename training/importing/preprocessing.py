@@ -90,7 +90,7 @@ class Preprocessing:
         return np.asarray((values - np.array(self.mean, np.float32)) / np.array(self.std, np.float32))
 
     @property
-    def of_pixels(self) -> tuple[object, ...]:
+    def identity(self) -> tuple[object, ...]:
         """Return all that decides what the net sees of an image resized to a scale, alike for equal settings."""
         numbers = [None if each is None else tuple(map(float, each)) for each in (self.mean, self.std)]
         return (*numbers, int(self.pixel_range), self.channels, self.interpolation, self.preparation)

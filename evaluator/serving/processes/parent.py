@@ -85,7 +85,7 @@ class Parent:
         self._links: dict[int, Link] = {}
         self._ended: dict[int, ServeResult | PreluNetError] = {}
         self._changing = asyncio.Lock()
-        self._again = set[int]()  # processes that were starting at a SIGHUP
+        self._sighup_when_ready = set[int]()  # processes that were starting at a SIGHUP
         self._first_ready, self._stopping = asyncio.Event(), asyncio.Event()
         self._report: Callable[[str], None] = lambda _line: None
         self._shared = file_in_memory(count)  # the notes of `SharedCores`
@@ -120,7 +120,7 @@ class Parent:
             self._first_ready.set()
         for name, process in self._processes.items():
             if again and name not in self._ready:
-                self._again.add(name)
+                self._sighup_when_ready.add(name)
             if not again or name in self._ready:
                 with suppress(ProcessLookupError):
                     process.send_signal(signal.SIGHUP if again else signal.SIGTERM)
@@ -166,7 +166,7 @@ class Parent:
                 process_group=0,  # else Ctrl-C would interrupt its imports, with a traceback
             )  # fmt: skip
         self._processes[number] = process
-        self._again.discard(number)
+        self._sighup_when_ready.discard(number)
         if self._stopping.is_set():
             process.terminate()
         handlers: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
@@ -196,7 +196,7 @@ class Parent:
 
     async def _on_ready(self, number: int, start_line: str) -> None:
         self._ready[number] = self._links[number]
-        if number in self._again:
+        if number in self._sighup_when_ready:
             with suppress(ProcessLookupError):
                 self._processes[number].send_signal(signal.SIGHUP)
         self._first_ready.set()
