@@ -128,7 +128,7 @@ class Repository:
     def _is_superseded(self, version: Version, look: Look) -> bool:
         """Return whether another version is served in the place of one: a newer one, or any if its file was deleted."""
         own = [loaded.number for loaded in self._loaded if loaded.name == version.name]
-        return version not in self._kept and (version not in look or max(own, default=0) > version.number) and own != []
+        return version not in self._kept and bool(own) and (version not in look or max(own) > version.number)
 
     async def watch(self) -> None:
         """Look at the folder at intervals. A version counts once two looks find it unchanged."""
